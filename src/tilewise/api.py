@@ -248,7 +248,7 @@ def explain(
 
 
 def _tile_counts(r: Request, block: int = 128) -> dict[str, int]:
-    if r.device.type == "meta" or any(t.device.type == "meta" for t in (r.mask.tensors() if r.mask else [])):
+    if r.device.type == "meta" or any(t.device.type == "meta" for t in ([] if r.mask is None else r.mask.tensors())):
         return {}
     grid = Grid(r.batch, r.heads, r.len_q, r.len_k, block, block, r.device)
     table = tile_map(r.mask, grid).table
@@ -308,35 +308,37 @@ def _request(
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) -> None:
-    named = {"query": q, "key": k, "value": v}
     rank, layout = (4, "(B, H, L, D)") if ragged is None else (3, "(T, H, D)")
-    for name, x in named.items():
+    for name, x in (("query", q), ("key", k), ("value", v)):
         if x.dim() != rank:
             fix = "; add a batch dim with x[None]" if x.dim() == rank - 1 and ragged is None else ""
             raise ValueError(f"{name} must have {rank} dims, {layout}, got {x.dim()}: {tuple(x.shape)}{fix}")
-    shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in named.items())
     if not q.dtype == k.dtype == v.dtype:
-        dtypes = ", ".join(f"{n} {x.dtype}" for n, x in named.items())
-        raise TypeError(f"query, key and value must have one dtype, got {dtypes}; cast them to one")
+        raise TypeError(
+            f"query, key and value must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast them to one"
+        )
     if not q.dtype.is_floating_point:
         raise TypeError(f"query, key and value must be floating point, got {q.dtype}")
     if not q.device == k.device == v.device:
-        devices = ", ".join(f"{n} on {x.device}" for n, x in named.items())
-        raise ValueError(f"query, key and value must be on one device, got {devices}")
+        raise ValueError(f"query, key and value must be on one device, got {q.device}, {k.device} and {v.device}")
+    length = 2 if ragged is None else 0
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"query and key must have the same head dim D, got {q.shape[-1]} and {k.shape[-1]} ({shapes})")
+        raise ValueError(f"query and key must have the same head dim D, got {q.shape[-1]} and {k.shape[-1]}{_sizes(q, k, v)}")
     if q.shape[-1] == 0:
-        raise ValueError(f"head dim D must be at least 1 ({shapes})")
+        raise ValueError(f"head dim D must be at least 1{_sizes(q, k, v)}")
     if ragged is None and not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"query, key and value must have the same batch size ({shapes})")
-    if k.shape[1] != v.shape[1] or k.shape[-2 if ragged is None else 0] != v.shape[-2 if ragged is None else 0]:
-        raise ValueError(f"key and value must have the same heads and length ({shapes})")
-    hq, hkv = q.shape[1], k.shape[1]
-    if hq == 0 or hkv == 0 or hq % hkv != 0:
+        raise ValueError(f"query, key and value must have the same batch size{_sizes(q, k, v)}")
+    if k.shape[1] != v.shape[1] or k.shape[length] != v.shape[length]:
+        raise ValueError(f"key and value must have the same heads and length{_sizes(q, k, v)}")
+    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
-            f"query heads must be a multiple of key/value heads, got {hq} and {hkv} ({shapes}); "
+            f"query heads must be a multiple of key/value heads, got {q.shape[1]} and {k.shape[1]}{_sizes(q, k, v)}; "
             "with (B, L, H, D) tensors, transpose(1, 2) first"
         )
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f" (query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)})"
 
 
 def _check_mask(mask: Mask | Tensor | None, sizes: tuple[int, int, int, int]) -> Mask | None:

@@ -7,7 +7,6 @@ the environment variable TILEWISE_BACKEND, in this order) is kept to: nothing ou
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,20 +18,14 @@ from torch import Tensor
 
 from .request import Request
 
-# Name -> module that defines `backend`. Imported when first asked about.
-BACKENDS = {
-    "tiled": "tilewise.backends.tiled",
-    "dense": "tilewise.backends.dense",
-    "torch_flash": "tilewise.backends.torch_sdpa",
-    "torch_cudnn": "tilewise.backends.torch_sdpa",
-    "torch_efficient": "tilewise.backends.torch_sdpa",
-    "torch_math": "tilewise.backends.torch_sdpa",
-}
 AUTO = ("tiled",)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FEATURES = frozenset(
     "mask predicate bias bias_grad alibi softcap sinks dropout lse max_logits gqa dim_v varlen".split()
 )
+
+
+_HINTS = {"jvp": "backend='dense'"}
 
 
 class Reason(NamedTuple):
@@ -89,7 +82,7 @@ class Backend:
             reasons.append(Reason(f"does not take {str(r.dtype).removeprefix('torch.')}", f"cast q, k, v to one of {names}"))
         for feature, words in r.features().items():
             if feature not in self.features:
-                reasons.append(Reason(f"does not take {words}", self.hints.get(feature, "")))
+                reasons.append(Reason(f"does not take {words}", self.hints.get(feature) or _HINTS.get(feature, "")))
         return reasons + self.limits(r)
 
     def limits(self, r: Request) -> list[Reason]:
@@ -103,16 +96,19 @@ class Backend:
         raise NotImplementedError
 
 
-_loaded: dict[str, Backend] = {}
+BACKENDS: dict[str, Backend] = {}  # filled by tilewise.backends
+
+
+def register(backend: Backend) -> None:
+    """Make a backend known under its name."""
+    BACKENDS[backend.name] = backend
 
 
 def get(name: str) -> Backend:
     """The backend of that name; ValueError lists the names there are."""
-    if name not in _loaded:
-        if name not in BACKENDS:
-            raise ValueError(f"unknown backend {name!r}; there are {', '.join(BACKENDS)}")
-        _loaded.update({b.name: b for b in importlib.import_module(BACKENDS[name]).backends()})
-    return _loaded[name]
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend {name!r}; there are {', '.join(BACKENDS)}")
+    return BACKENDS[name]
 
 
 _chosen: list[tuple[str, ...]] = []
@@ -121,8 +117,7 @@ _chosen: list[tuple[str, ...]] = []
 def _names(choice: str | Sequence[str]) -> tuple[str, ...]:
     names = tuple(n.strip() for n in choice.split(",")) if isinstance(choice, str) else tuple(choice)
     for n in names:
-        if n not in BACKENDS:
-            raise ValueError(f"unknown backend {n!r}; there are {', '.join(BACKENDS)}")
+        get(n)
     if not names:
         raise ValueError(f"backend= was given an empty list; name at least one of {', '.join(BACKENDS)}")
     return names
@@ -175,7 +170,8 @@ def refusal(r: Request, names: tuple[str, ...]) -> str:
             able.append(name)
         lines += [f"{name}: " + ("can run it" if not reasons else "")] + [f"  - {x}" for x in reasons]
     if able:
-        lines.append(f"To run it: backend={able[0]!r}, or leave backend= out")
+        left_out = ", or leave backend= out" if set(able) & set(AUTO) else ""
+        lines.append(f"To run it: backend={able[0]!r}{left_out}")
     return "\n".join(lines)
 
 

@@ -20,8 +20,8 @@ from .request import Ragged, Request
 _LIB = torch.library.Library("tilewise", "DEF")
 _COMMON = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi, Tensor? sinks, Tensor? rng, Tensor? cu_q, Tensor? cu_k, "
-    "Tensor[] mask_tensors, SymInt[] mask_code, SymInt max_q, SymInt max_k, float scale, float softcap, "
-    "float dropout_p, bool want_max_logits, str backend"
+    "SymInt max_q, SymInt max_k, float scale, float softcap, float dropout_p, bool want_max_logits, str backend, "
+    "SymInt[] mask_code, Tensor[] mask_tensors"
 )
 _LIB.define(f"forward({_COMMON}) -> (Tensor out, Tensor lse, Tensor max_logits)")
 _LIB.define(
@@ -33,9 +33,9 @@ _INPUTS = dispatch.Grads._fields  # the differentiable inputs, in order
 
 def _request(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None,
-    rng: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, mask_tensors: list[Tensor],
-    mask_code: list[int], max_q: int, max_k: int, scale: float, softcap: float, dropout_p: float,
-    want_max_logits: bool, backend: str,
+    rng: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
+    softcap: float, dropout_p: float, want_max_logits: bool, backend: str, mask_code: list[int],
+    mask_tensors: list[Tensor],
 ) -> tuple[Request, str]:  # fmt: skip
     ragged = None if cu_q is None or cu_k is None else Ragged(cu_q, cu_k, max_q, max_k)
     r = Request(
@@ -45,17 +45,7 @@ def _request(
     return r, backend
 
 
-def flatten(r: Request, backend: str) -> tuple[Any, ...]:
-    """The common arguments of both operators."""
-    g = r.ragged
-    mask_tensors, code = ([], []) if r.mask is None else (r.mask.tensors(), r.mask.code())
-    return (
-        r.q, r.k, r.v, r.bias, r.alibi, r.sinks, r.rng, g and g.cu_q, g and g.cu_k, mask_tensors, code,
-        g.max_q if g else r.len_q, g.max_k if g else r.len_k, r.scale, r.softcap or 0.0, r.dropout_p,
-        r.want_max_logits, backend,
-    )  # fmt: skip
-
-
+@torch.no_grad()
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     r, backend = _request(*args)
     out, lse, top = dispatch.get(backend).forward(r)
@@ -69,6 +59,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return r.new_out(), lse, torch.empty_like(lse) if r.want_max_logits else lse.new_empty(0)
 
 
+@torch.no_grad()
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *args: Any):
     r, backend = _request(*args)
     wanted = frozenset(n for n, need in zip(_INPUTS, needs, strict=True) if need)
@@ -90,39 +81,46 @@ torch.library.register_fake("tilewise::backward", _backward_fake, lib=_LIB)
 
 
 class _Attention(torch.autograd.Function):
+    """Saves what the backward recomputes from: the inputs, the output and the log-sum-exp."""
+
     @staticmethod
-    def forward(q, k, v, bias, alibi, sinks, rest: tuple, keep_alive: tuple):
-        rng, cu_q, cu_k, mask_tensors, *numbers = rest
-        return torch.ops.tilewise.forward(q, k, v, bias, alibi, sinks, rng, cu_q, cu_k, mask_tensors, *numbers)
+    def forward(q, k, v, bias, alibi, sinks, rng, cu_q, cu_k, numbers, keep_alive, *mask_tensors):
+        tensors = (q, k, v, bias, alibi, sinks, rng, cu_q, cu_k)
+        return torch.ops.tilewise.forward(*tensors, *numbers, mask_tensors)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, rest, keep_alive = inputs
-        rng, cu_q, cu_k, mask_tensors, *numbers = rest
+        *tensors, numbers, keep_alive = inputs[:11]
         out, lse, max_logits = output
         ctx.mark_non_differentiable(max_logits)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, rng, cu_q, cu_k, out, lse, *mask_tensors)
+        ctx.save_for_backward(out, lse, *tensors, *inputs[11:])
         ctx.numbers, ctx.keep_alive = numbers, keep_alive
 
     @staticmethod
     def backward(ctx, dout, dlse, _):
-        q, k, v, bias, alibi, sinks, rng, cu_q, cu_k, out, lse, *mask_tensors = ctx.saved_tensors
+        out, lse, *saved = ctx.saved_tensors
+        tensors, mask_tensors = saved[:9], saved[9:]
+        nothing = (None,) * (5 + len(mask_tensors))
         if dout is None and dlse is None:
-            return (None,) * 8
+            return (None,) * 6 + nothing
         if dout is None:
             dout = out.new_zeros(()).expand_as(out)
         needs = list(ctx.needs_input_grad[:6])
-        grads = torch.ops.tilewise.backward(
-            dout, dlse, out, lse, needs, q, k, v, bias, alibi, sinks, rng, cu_q, cu_k, mask_tensors, *ctx.numbers
-        )
+        grads = torch.ops.tilewise.backward(dout, dlse, out, lse, needs, *tensors, *ctx.numbers, mask_tensors)
         if torch.is_grad_enabled():
-            grads = _OnceDifferentiable.apply(ctx.numbers[-1], *grads)
-        return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
+            grads = _OnceDifferentiable.apply(_backend_of(ctx.numbers), *grads)
+        return tuple(g if need else None for g, need in zip(grads, needs, strict=True)) + nothing
+
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        raise NotImplementedError(_use_dense("forward-mode differentiation (jvp)", ctx.numbers[-1]))
+    def vmap(info, in_dims, *args):
+        """One call after another: mask, bias and dropout keep their meaning of b and h."""
+        def entry(n: int) -> list:
+            return [x.select(d, n) if isinstance(d, int) else x for x, d in zip(args, in_dims, strict=True)]
+
+        calls = [_Attention.apply(*entry(n)) for n in range(info.batch_size)]
+        return tuple(torch.stack(x) for x in zip(*calls, strict=True)), (0, 0, 0)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -138,18 +136,23 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise NotImplementedError(_use_dense("double backward", ctx.backend))
+        raise NotImplementedError(
+            f"backend {ctx.backend!r} has no double backward; backend='dense' has (it stores the (Lq, Lk) matrices): "
+            "call attention(..., backend='dense')"
+        )
 
 
-def _use_dense(what: str, backend: str) -> str:
-    return (
-        f"backend {backend!r} has no {what}; backend='dense' has (it stores the (Lq, Lk) matrices): "
-        "call attention(..., backend='dense')"
-    )
+def _backend_of(numbers: tuple) -> str:
+    return numbers[6]
 
 
 def run(r: Request, backend: str) -> dispatch.Output:
     """Run a request on an operator backend, differentiably."""
-    q, k, v, bias, alibi, sinks, *rest = flatten(r, backend)
-    out, lse, top = _Attention.apply(q, k, v, bias, alibi, sinks, tuple(rest), holders(r.mask))
+    g, mask = r.ragged, r.mask
+    cu_q, cu_k, max_q, max_k = (None, None, r.len_q, r.len_k) if g is None else (g.cu_q, g.cu_k, g.max_q, g.max_k)
+    code, mask_tensors = ([], []) if mask is None else (mask.code(), mask.tensors())
+    numbers = (max_q, max_k, r.scale, r.softcap or 0.0, r.dropout_p, r.want_max_logits, backend, code)
+    out, lse, top = _Attention.apply(
+        r.q, r.k, r.v, r.bias, r.alibi, r.sinks, r.rng, cu_q, cu_k, numbers, holders(mask), *mask_tensors
+    )
     return dispatch.Output(out, lse, top if r.want_max_logits else None)

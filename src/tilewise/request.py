@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .masks import Mask, Patch, holders
 
@@ -116,6 +117,12 @@ class Request:
         named = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias, "alibi": self.alibi, "sinks": self.sinks}
         return {name: on and x is not None and x.requires_grad for name, x in named.items()}
 
+    def _has_tangents(self) -> bool:
+        if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+            return False
+        named = (self.q, self.k, self.v, self.bias, self.alibi, self.sinks)
+        return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in named)
+
     def features(self) -> dict[str, str]:
         """Everything asked for beyond plain attention, with the words an error uses for it."""
         grads = self.grads()
@@ -133,6 +140,7 @@ class Request:
             "gqa": (self.group != 1, f"{self.heads} query heads on {self.kv_heads} key/value heads"),
             "dim_v": (self.dim_v != self.dim, f"value head dim {self.dim_v} beside {self.dim}"),
             "varlen": (self.ragged is not None, "ragged sequences (cu_seqlens)"),
+            "jvp": (self._has_tangents(), "forward-mode differentiation (jvp)"),
         }
         return {name: words for name, (on, words) in asked.items() if on}
 

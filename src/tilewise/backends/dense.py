@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dispatch import Backend, Output, Reason
+from ..dispatch import FEATURES, Backend, Output, Reason
 from ..masks import Patch
 from ..philox import dropout_keep
 from ..request import NEG_INF, Request
@@ -23,6 +23,7 @@ class DenseBackend(Backend):
     name = "dense"
     summary = "the equation with whole L x L matrices; the judge in fp64; double backward and forward mode"
     composite = True
+    features = FEATURES | {"jvp"}
 
     def limits(self, r: Request) -> list[Reason]:
         if torch.compiler.is_compiling():
