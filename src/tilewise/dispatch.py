@@ -39,11 +39,25 @@ class Reason(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a backend returns. lse and max_logits may be None where they were not wanted."""
+    """What a backend returns. lse and max_logits may be None where they were not wanted.
+
+    lse_low is for the backward of requests with a bias: see ``state.lse_low``.
+    """
 
     out: Tensor
-    lse: Tensor | None
-    max_logits: Tensor | None
+    lse: Tensor | None = None
+    max_logits: Tensor | None = None
+    lse_low: Tensor | None = None
+
+
+class Saved(NamedTuple):
+    """What a backward gets beside the request: the gradients of the outputs, and the forward's results."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    lse_low: Tensor | None
 
 
 class Grads(NamedTuple):
@@ -92,7 +106,7 @@ class Backend:
     def forward(self, r: Request) -> Output:
         raise NotImplementedError
 
-    def backward(self, r: Request, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]) -> Grads:
+    def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
         raise NotImplementedError
 
 

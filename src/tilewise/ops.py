@@ -23,9 +23,9 @@ _COMMON = (
     "SymInt max_q, SymInt max_k, float scale, float softcap, float dropout_p, bool want_max_logits, str backend, "
     "SymInt[] mask_code, Tensor[] mask_tensors"
 )
-_LIB.define(f"forward({_COMMON}) -> (Tensor out, Tensor lse, Tensor max_logits)")
+_LIB.define(f"forward({_COMMON}) -> (Tensor out, Tensor lse, Tensor max_logits, Tensor lse_low)")
 _LIB.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {_COMMON}) "
+    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? lse_low, bool[] needs, {_COMMON}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi, Tensor dsinks)"
 )
 _INPUTS = dispatch.Grads._fields  # the differentiable inputs, in order
@@ -45,33 +45,41 @@ def _request(
     return r, backend
 
 
+def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    """Operators return tensors: an empty one stands for None."""
+    return like.new_empty(0) if x is None else x
+
+
 @torch.no_grad()
-def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(*args: Any) -> tuple[Tensor, ...]:
     r, backend = _request(*args)
-    out, lse, top = dispatch.get(backend).forward(r)
-    assert lse is not None
-    return out, lse, lse.new_empty(0) if top is None else top
+    o = dispatch.get(backend).forward(r)
+    assert o.lse is not None
+    return o.out, o.lse, _or_empty(o.max_logits, o.lse), _or_empty(o.lse_low, o.lse)
 
 
-def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     r, _ = _request(*args)
     lse = r.new_stats()
-    return r.new_out(), lse, torch.empty_like(lse) if r.want_max_logits else lse.new_empty(0)
+    return r.new_out(), lse, *(r.new_stats() if want else lse.new_empty(0) for want in (r.want_max_logits, r.keeps_low))
 
 
 @torch.no_grad()
-def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *args: Any):
+def _backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor | None, needs: list[bool], *args: Any
+) -> tuple[Tensor, ...]:
     r, backend = _request(*args)
     wanted = frozenset(n for n, need in zip(_INPUTS, needs, strict=True) if need)
-    grads = dispatch.get(backend).backward(r, dout, dlse, out, lse, wanted)
-    return tuple(lse.new_empty(0) if g is None else g for g in grads)
+    saved = dispatch.Saved(dout, dlse, out, lse, low if r.keeps_low else None)
+    return tuple(_or_empty(g, lse) for g in dispatch.get(backend).backward(r, saved, wanted))
 
 
-def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *args: Any):
+def _backward_fake(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor | None, needs: list[bool], *args: Any
+) -> tuple[Tensor, ...]:
     inputs = args[: len(_INPUTS)]
-    return tuple(
-        torch.empty_like(x) if need and x is not None else lse.new_empty(0) for x, need in zip(inputs, needs, strict=True)
-    )
+    wanted = (x if need else None for x, need in zip(inputs, needs, strict=True))
+    return tuple(lse.new_empty(0) if x is None else torch.empty_like(x) for x in wanted)
 
 
 _LIB.impl("forward", _forward, "CompositeExplicitAutograd")
@@ -91,15 +99,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         *tensors, numbers, keep_alive = inputs[:11]
-        out, lse, max_logits = output
-        ctx.mark_non_differentiable(max_logits)
+        out, lse, max_logits, lse_low = output
+        ctx.mark_non_differentiable(max_logits, lse_low)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse, *tensors, *inputs[11:])
+        ctx.save_for_backward(out, lse, lse_low, *tensors, *inputs[11:])
         ctx.numbers, ctx.keep_alive = numbers, keep_alive
 
     @staticmethod
-    def backward(ctx, dout, dlse, _):
-        out, lse, *saved = ctx.saved_tensors
+    def backward(ctx, dout, dlse, *_):
+        out, lse, low, *saved = ctx.saved_tensors
         tensors, mask_tensors = saved[:9], saved[9:]
         nothing = (None,) * (5 + len(mask_tensors))
         if dout is None and dlse is None:
@@ -107,7 +115,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = out.new_zeros(()).expand_as(out)
         needs = list(ctx.needs_input_grad[:6])
-        grads = torch.ops.tilewise.backward(dout, dlse, out, lse, needs, *tensors, *ctx.numbers, mask_tensors)
+        grads = torch.ops.tilewise.backward(dout, dlse, out, lse, low, needs, *tensors, *ctx.numbers, mask_tensors)
         if torch.is_grad_enabled():
             grads = _OnceDifferentiable.apply(_backend_of(ctx.numbers), *grads)
         return tuple(g if need else None for g, need in zip(grads, needs, strict=True)) + nothing
@@ -120,7 +128,7 @@ class _Attention(torch.autograd.Function):
             return [x.select(d, n) if isinstance(d, int) else x for x, d in zip(args, in_dims, strict=True)]
 
         calls = [_Attention.apply(*entry(n)) for n in range(info.batch_size)]
-        return tuple(torch.stack(x) for x in zip(*calls, strict=True)), (0, 0, 0)
+        return tuple(torch.stack(x) for x in zip(*calls, strict=True)), (0,) * 4
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -152,7 +160,7 @@ def run(r: Request, backend: str) -> dispatch.Output:
     cu_q, cu_k, max_q, max_k = (None, None, r.len_q, r.len_k) if g is None else (g.cu_q, g.cu_k, g.max_q, g.max_k)
     code, mask_tensors = ([], []) if mask is None else (mask.code(), mask.tensors())
     numbers = (max_q, max_k, r.scale, r.softcap or 0.0, r.dropout_p, r.want_max_logits, backend, code)
-    out, lse, top = _Attention.apply(
+    out, lse, top, _ = _Attention.apply(
         r.q, r.k, r.v, r.bias, r.alibi, r.sinks, r.rng, cu_q, cu_k, numbers, holders(mask), *mask_tensors
     )
     return dispatch.Output(out, lse, top if r.want_max_logits else None)

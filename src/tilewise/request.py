@@ -111,6 +111,14 @@ class Request:
         """The dtype of the row state, of lse and of max_logits."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
+    @property
+    def keeps_low(self) -> bool:
+        """Whether the forward saves ``state.lse_low``.
+
+        In bf16 and fp16 it is lost in the rounding of P, unless a bias makes scores huge.
+        """
+        return self.bias is not None or self.dtype == self.state_dtype
+
     def grads(self) -> dict[str, bool]:
         """Which inputs a backward pass would have to serve."""
         on = torch.is_grad_enabled()

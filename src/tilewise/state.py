@@ -82,6 +82,16 @@ def finish(state: State) -> tuple[Tensor, Tensor]:
     return o, torch.where(none, NEG_INF, pivot(state.m) + torch.log(l))
 
 
+def lse_low(state: State, lse: Tensor) -> Tensor:
+    """What rounding took from ``lse`` (..., M): m + log(l) = lse + lse_low.
+
+    A row whose scores are all finfo.min (a finite mask) has an lse that cannot hold log(l); without it the
+    probabilities that a backward recomputes from lse would each be 1.
+    """
+    low = torch.log(state.l) - (lse - pivot(state.m))
+    return torch.where(torch.isfinite(lse) & torch.isfinite(low), low, 0.0)
+
+
 def from_output(o: Tensor, lse: Tensor) -> State:
     """The state that finishes to (o, lse): how finished parts enter ``merge``."""
     return State(lse, torch.where(lse == NEG_INF, 0.0, torch.ones_like(lse)), o)

@@ -51,9 +51,10 @@ def attend(r: Request, q: Tensor, k: Tensor, v: Tensor, patch: Patch) -> tuple[T
         keep = keep.expand(shape)
     k, v = k.repeat_interleave(r.group, 1), v.repeat_interleave(r.group, 1)  # (B, H, Lk, D)
 
-    s = _scores(q * r.scale if r.dtype == torch.float64 else q, k, keep).to(r.state_dtype)
-    if r.dtype != torch.float64:
-        s = s * r.scale
+    s = _scores(q, k, keep).to(r.state_dtype)
+    if keep is not None:
+        s = torch.where(keep, s, 0.0)  # before the scale, which may be NaN
+    s = s * r.scale
     if r.softcap is not None:
         s = r.softcap * torch.tanh(s / r.softcap)
     if bias is not None:
@@ -66,6 +67,8 @@ def attend(r: Request, q: Tensor, k: Tensor, v: Tensor, patch: Patch) -> tuple[T
 
     p, lse = _softmax(s)
     p = p[..., : shape[-1]].to(r.dtype)
+    if keep is not None:
+        p = torch.where(keep, p, 0.0)  # in a row that is NaN, too
     if r.dropout_p > 0:
         assert r.rng is not None
         survives = dropout_keep(r.rng, r.dropout_p, patch, r.heads)
@@ -87,9 +90,12 @@ def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
     if s.shape[-1] == 0:
         return s, s.new_full(s.shape[:-1], NEG_INF)
     empty = (s == NEG_INF).all(-1, keepdim=True)
-    finite = torch.where(empty, 0.0, s)  # keeps NaN out of the gradients of empty rows
-    p = torch.where(empty, 0.0, torch.softmax(finite, -1))
-    return p, torch.where(empty[..., 0], NEG_INF, torch.logsumexp(finite, -1))
+    s = torch.where(empty, 0.0, s)  # keeps NaN out of the gradients of empty rows
+    m = s.detach().amax(-1, keepdim=True)
+    # Not torch.logsumexp: its gradient, exp(s - lse), is 1 and not 1/n where all s are finfo.min.
+    e = torch.exp(s - m)
+    l = e.sum(-1, keepdim=True)  # noqa: E741
+    return torch.where(empty, 0.0, e / l), torch.where(empty, NEG_INF, m + torch.log(l))[..., 0]
 
 
 def _scores(q: Tensor, k: Tensor, keep: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import state
-from ..dispatch import Backend, Grads, Output
+from ..dispatch import Backend, Grads, Output, Saved
 from ..masks import PARTIAL, Grid, Patch
 from ..philox import dropout_keep
 from ..request import NEG_INF, Request, Sequence, distance
@@ -44,24 +44,24 @@ class TiledBackend(Backend):
     tiles: tuple[int, int] | None = None  # (block_m, block_n) in place of the heuristic, for tests and pictures
 
     def forward(self, r: Request) -> Output:
-        out, lse = r.new_out(), r.new_stats()
-        top = r.new_stats() if r.want_max_logits else None
+        o = Output(
+            r.new_out(), r.new_stats(), r.new_stats() if r.want_max_logits else None, r.new_stats() if r.keeps_low else None
+        )
         if r.ragged is not None:  # rows that belong to no sequence
-            out.zero_()
-            lse.fill_(NEG_INF)
-            if top is not None:
-                top.fill_(NEG_INF)
+            o.out.zero_()
+            for x, empty in ((o.lse, NEG_INF), (o.max_logits, NEG_INF), (o.lse_low, 0.0)):
+                if x is not None:
+                    x.fill_(empty)
         for seq in r.sequences():
-            top_view = None if top is None else seq.stats(top)
             for work in self.blocks(r, seq):
-                _forward(work, seq.queries(out), seq.stats(lse), top_view)
-        return Output(out, lse, top)
+                _forward(work, o)
+        return o
 
-    def backward(self, r: Request, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]) -> Grads:
+    def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
         grads = _Gradients.allocate(r, needs)
         for seq in r.sequences():
             for work in self.blocks(r, seq):
-                _backward(work, dout, dlse, out, lse, grads)
+                _backward(work, saved, grads)
         return grads.finish(r)
 
     def block_shape(self, r: Request, seq: Sequence) -> tuple[int, int]:
@@ -131,8 +131,12 @@ class Block(NamedTuple):
         to.copy_(value.view(to.shape))
 
     def stats(self, x: Tensor, rows: slice) -> Tensor:
-        """Rows of a (B, H, Lq) statistic as (n, group * m)."""
-        return x[self._local, self.heads, rows].reshape(self.pairs, -1)
+        """Rows of a statistic ((B, H, Lq), or (H, T) when ragged) as (n, group * m)."""
+        return self.seq.stats(x)[self._local, self.heads, rows].reshape(self.pairs, -1)
+
+    def put_stats(self, x: Tensor | None, rows: slice, value: Tensor) -> None:
+        if x is not None:
+            self.put_query_rows(self.seq.stats(x), rows, value)
 
     def per_head(self, x: Tensor, m: int) -> Tensor:
         """A per-head number (H,) repeated to (n, group * m)."""
@@ -155,8 +159,8 @@ class Block(NamedTuple):
 # --- forward --------------------------------------------------------------------------------------
 
 
-def _forward(w: Block, out: Tensor, lse: Tensor, top: Tensor | None) -> None:
-    """Fill the block's rows of out (B, H, Lq, Dv), lse and top (B, H, Lq)."""
+def _forward(w: Block, to: Output) -> None:
+    """Fill the block's rows of the output and its statistics."""
     r, grid = w.r, w.tiles.grid
     q_all, k_all, v_all = w.seq.queries(r.q), w.seq.keys(r.k), w.seq.keys(r.v)
     verdicts = w.tiles.block(w.batch, w.heads)
@@ -169,13 +173,14 @@ def _forward(w: Block, out: Tensor, lse: Tensor, top: Tensor | None) -> None:
             k, v = w.key_rows(k_all, tile.cols), w.key_rows(v_all, tile.cols)
             s, keep, _ = _scores(w, tile, q, k, scratch)
             s_ = _fold_(w, tile, s_, s, v, keep)
-        if top is not None:
-            w.put_query_rows(top, rows, s_.m)
+        w.put_stats(to.max_logits, rows, s_.m)
         if r.sinks is not None:
             s_ = state.with_sink(s_, w.per_head(r.sinks, rows.stop - rows.start))
         o, row_lse = state.finish(s_)
-        w.put_query_rows(out, rows, o if r.dropout_p == 0 else o * _survivor_weight(r))
-        w.put_query_rows(lse, rows, row_lse)
+        w.put_query_rows(w.seq.queries(to.out), rows, o if r.dropout_p == 0 else o * _survivor_weight(r))
+        w.put_stats(to.lse, rows, row_lse)
+        if to.lse_low is not None:
+            w.put_stats(to.lse_low, rows, state.lse_low(s_, row_lse))
 
 
 def _scores(w: Block, tile: Tile, q: Tensor, k: Tensor, scratch: _Scratch) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -229,19 +234,22 @@ def _survivor_weight(r: Request) -> float:
 # --- backward -------------------------------------------------------------------------------------
 
 
-def _backward(w: Block, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: _Gradients) -> None:
+def _backward(w: Block, saved: Saved, grads: _Gradients) -> None:
     r, grid = w.r, w.tiles.grid
     rows = [slice(i, min(i + grid.block_m, grid.len_q)) for i in range(0, grid.len_q, grid.block_m)]
-    lse, dout, out = w.seq.stats(lse), w.seq.queries(dout), w.seq.queries(out)
-    dlse = None if dlse is None else w.seq.stats(dlse)
-    delta = [_delta(w, row, dout, dlse, out) for row in rows]
+    lse = [state.pivot(w.stats(saved.lse, row)) for row in rows]
+    delta = [_delta(w, row, saved) for row in rows]
     if grads.sinks is not None:
-        for row, d in zip(rows, delta, strict=True):
-            grads.add_sinks(w, row, w.stats(lse, row), d)
+        for row, x, d in zip(rows, lse, delta, strict=True):
+            grads.add_sinks(w, row, x, d)
     if not grads.any_scores:
         return
 
-    q_all, k_all, v_all = w.seq.queries(r.q), w.seq.keys(r.k), w.seq.keys(r.v)
+    # P = exp(S - lse) * exp(-lse_low). The second factor belongs to a row, so it goes into that row of dO and delta.
+    fix = None if saved.lse_low is None else [torch.exp(-w.stats(saved.lse_low, row)) for row in rows]
+    if fix is not None:
+        delta = [d * f for d, f in zip(delta, fix, strict=True)]
+    q_all, k_all, v_all, dout = w.seq.queries(r.q), w.seq.keys(r.k), w.seq.keys(r.v), w.seq.queries(saved.dout)
     dq = [q_all.new_zeros(*d.shape, r.dim, dtype=r.state_dtype) for d in delta] if grads.q is not None else None
     verdicts = w.tiles.block(w.batch, w.heads)
     scratch = _Scratch(w)
@@ -254,9 +262,12 @@ def _backward(w: Block, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
             row = tile.rows.start // grid.block_m
             part = slice(tile.cols.start - cols.start, tile.cols.stop - cols.start)
             q = w.query_rows(q_all, tile.rows) * r.scale
-            do, k, v = w.query_rows(dout, tile.rows), k_col[:, part], v_col[:, part]
+            k, v, do = k_col[:, part], v_col[:, part], w.query_rows(dout, tile.rows)
+            do = do if fix is None else do * fix[row][..., None]
             p, keep, tanh = _scores(w, tile, q, k, scratch)
-            p.sub_(state.pivot(w.stats(lse, tile.rows))[..., None]).exp_()
+            p.sub_(lse[row][..., None]).exp_()
+            if keep is not None:
+                w.by_head(p, tile).masked_fill_(~keep, 0)  # a row that is NaN must not reach what it does not see
             pair_keep = None if keep is None else w.by_pair(keep, tile, p)
             dropped = _dropped(w, tile) if r.dropout_p > 0 else None
             if dv_col is not None:
@@ -278,10 +289,11 @@ def _backward(w: Block, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Ten
             w.put_query_rows(w.seq.queries(grads.q), row, x.mul_(r.scale))
 
 
-def _delta(w: Block, rows: slice, dout: Tensor, dlse: Tensor | None, out: Tensor) -> Tensor:
+def _delta(w: Block, rows: slice, saved: Saved) -> Tensor:
     """rowsum(dO * O) - dlse, (n, group * m): what every score's gradient shares."""
+    dout, out = w.seq.queries(saved.dout), w.seq.queries(saved.out)
     delta = (w.query_rows(dout, rows) * w.query_rows(out, rows)).sum(-1)
-    return delta if dlse is None else delta - w.stats(dlse, rows)
+    return delta if saved.dlse is None else delta - w.stats(saved.dlse, rows)
 
 
 def _survivors(w: Block, tile: Tile, p: Tensor, dropped: Tensor | None) -> Tensor:
@@ -349,7 +361,7 @@ class _Gradients:
     def add_sinks(self, w: Block, rows: slice, lse: Tensor, delta: Tensor) -> None:
         """A sink is a key whose value is 0: its dP is 0."""
         sink = w.per_head(w.r.sinks, rows.stop - rows.start)  # type: ignore[arg-type]
-        ds = -torch.exp(sink - state.pivot(lse)) * delta  # (n, group * m)
+        ds = -torch.exp(sink - lse) * delta  # (n, group * m)
         nb, nh = w.batch.stop - w.batch.start, w.heads.stop - w.heads.start
         self.sinks[w.heads].add_(ds.view(nb, nh, -1).sum((0, 2)))  # type: ignore[index]
 

@@ -70,7 +70,7 @@ class SDPABackend(Backend):
     def forward(self, r: Request) -> Output:
         with sdpa_kernel(self.kernel):
             out = F.scaled_dot_product_attention(r.q, r.k, r.v, **self._arguments(r))
-        return Output(out, None, None)
+        return Output(out)
 
     def _arguments(self, r: Request) -> dict:
         causal = _is_causal(r)

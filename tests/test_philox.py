@@ -1,0 +1,50 @@
+"""Dropout's random numbers: the published function, and independence of tiling."""
+
+import torch
+
+from tilewise.masks import Patch
+from tilewise.philox import dropout_keep, philox
+
+CPU = torch.device("cpu")
+
+
+def test_known_answers():
+    """philox4x32-10 of Random123's kat_vectors."""
+    cases = [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ]
+    for counter, (k0, k1), expected in cases:
+        seed = (k1 << 32 | k0) - (1 << 64 if k1 >> 31 else 0)
+        words = philox(torch.tensor(seed), *(torch.tensor(c) for c in counter))
+        assert tuple(int(w) for w in words) == expected
+
+
+def keep(p, rows, cols, seed=7, b=slice(0, 2), h=slice(0, 3)):
+    return dropout_keep(torch.tensor([seed, 1]), p, Patch(b, h, rows, cols, 50, 60, CPU), heads=3)
+
+
+def test_any_patch_is_a_part_of_the_whole():
+    full = keep(0.3, slice(0, 50), slice(0, 60))
+    for rows, cols in ((slice(3, 9), slice(5, 6)), (slice(0, 1), slice(2, 59)), (slice(7, 50), slice(13, 17))):
+        assert torch.equal(keep(0.3, rows, cols), full[:, :, rows, cols])
+    assert torch.equal(keep(0.3, slice(0, 50), slice(0, 60), b=slice(1, 2), h=slice(2, 3)), full[1:, 2:])
+
+
+def test_rate_and_extremes():
+    many = dropout_keep(torch.tensor([3, 0]), 0.3, Patch(slice(0, 1), slice(0, 1), slice(0, 500), slice(0, 800), 500, 800, CPU), 1)
+    assert abs(float(many.double().mean()) - 0.7) < 4 * (0.21 / 400_000) ** 0.5
+    assert keep(0.0, slice(0, 50), slice(0, 60)).all()
+    assert not keep(1.0, slice(0, 50), slice(0, 60)).any()
+
+
+def test_seeds_heads_and_batches_differ():
+    full = keep(0.5, slice(0, 50), slice(0, 60))
+    assert not torch.equal(full, keep(0.5, slice(0, 50), slice(0, 60), seed=8))
+    planes = full.flatten(0, 1).flatten(1)
+    assert len({tuple(p.tolist()) for p in planes}) == 6
