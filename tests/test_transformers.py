@@ -47,7 +47,8 @@ def config(name):
     if name == "gpt_oss":
         return transformers.GptOssConfig(
             **TINY, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2,
-            layer_types=["sliding_attention", "full_attention"], rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )  # fmt: skip
     return transformers.T5Config(
         vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0, eos_token_id=None,
@@ -178,19 +179,22 @@ def test_t5_and_its_trained_position_bias():
     assert_within_budget(ref, base, got)
 
 
-@pytest.mark.parametrize("how", ["dynamic", "static", "prefill in chunks", "beams", "no cache"])
-@pytest.mark.parametrize("name", [*DECODERS, "t5"])
-def test_greedy_tokens(name, how):
+CACHES = {
+    "dynamic": {}, "static": {"cache_implementation": "static"}, "prefill in chunks": {"prefill_chunk_size": 4},
+    "beams": {"num_beams": 3}, "none": {"use_cache": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [(n, c) for n in (*DECODERS, "t5") for c in CACHES if (n, c) != ("t5", "prefill in chunks")],  # T5 has no prefill
+)
+def test_greedy_tokens(name, cache):
     """A left-padded batch, past the window and past the end of a sliding cache."""
-    if name == "t5" and how == "prefill in chunks":
-        pytest.skip("a decoder that starts from one token has no prefill")
-    options = {
-        "dynamic": {}, "static": {"cache_implementation": "static"}, "prefill in chunks": {"prefill_chunk_size": 4},
-        "beams": {"num_beams": 3}, "no cache": {"use_cache": False},
-    }[how]  # fmt: skip
     ids, mask = batch("left")
     _, eager, ours = models(name)
-    options |= {"max_new_tokens": 11, "do_sample": False, "no_repeat_ngram_size": 1}  # every token is another
+    options = {"max_new_tokens": 11, "do_sample": False, "no_repeat_ngram_size": 1}  # every token is another
+    options |= CACHES[cache]
     tokens = [m.generate(ids, attention_mask=mask, **options) for m in (eager, ours)]
     assert tokens[0].shape[1] == (12 if name == "t5" else 24)
     assert torch.equal(*tokens)
@@ -262,6 +266,58 @@ def test_mask_of_the_user(kind):
         return step(model, ids, allowed if bool_mask else added, every)
 
     assert_within_budget(*judged(models("llama"), compute))
+
+
+def test_any_mask_of_this_library_for_a_model(seen):
+    ids, _ = batch("none")
+    n = ids.shape[1]
+    mask = integration.CallMask((masks.prefix_lm([4, 7]),), (2, 1, n, n))
+    _, eager, ours = models("llama")
+    with torch.no_grad():
+        want = eager(ids, attention_mask=torch.zeros(2, 1, n, n).masked_fill(~written_out(mask), -torch.inf)).logits
+        torch.testing.assert_close(ours(ids, attention_mask=mask).logits, want)
+    assert seen[0] is mask
+
+
+def test_a_model_that_computes_with_its_mask_hears_why_it_cannot():
+    mask = integration.CallMask((masks.causal(),), (1, 1, 4, 4))
+    with pytest.raises(AttributeError, match=r"no 'masked_fill'; .* needs attn_implementation='eager' or 'sdpa'"):
+        mask.masked_fill(torch.tensor(True), 0)
+    with pytest.raises(TypeError, match="cannot be indexed; a model that computes with its mask needs"):
+        mask[:, 0]
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "ahead"), [("llama", False), ("mistral", True)])
+def test_training_compiles_to_one_graph(name, ahead):
+    """A window stands in a closure, which torch.compile cannot read: that mask is made ahead."""
+    ids, padding = batch("left")
+    _, _, ours = models(name)
+    mask = padding
+    if ahead:
+        mask = integration.make_mask(
+            batch_size=2, q_length=13, kv_length=13, attention_mask=padding,
+            mask_function=hf.sliding_window_causal_mask_function(WINDOW),
+        )  # fmt: skip
+    want = step(ours, ids, mask, padding.bool(), use_cache=False)
+    torch.compiler.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    got = step(compiled, ids, mask, padding.bool(), use_cache=False)
+    for n, x in want.items():
+        torch.testing.assert_close(got["_orig_mod." + n if n != "logits" else n], x)
+
+
+def test_packed_sequences_compile_with_a_break():
+    ids, _ = batch("none")
+    positions = torch.cat([torch.arange(6), torch.arange(7)]).expand(2, -1)
+    _, _, ours = models("llama")
+    torch.compiler.reset()
+    with torch.no_grad():
+        want = ours(ids, position_ids=positions, use_cache=False).logits
+        got = torch.compile(ours, backend="eager")(ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(got, want)
 
 
 # --- the mask function ----------------------------------------------------------------------------
@@ -413,9 +469,11 @@ def test_older_versions_pass_cache_position():
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_no_tensor_of_length_squared(name, packed, monkeypatch, seen):
     monkeypatch.setattr(dispatch.get("tiled"), "tiles", None)
-    length = 2048
+    length = 1536
     cfg = config(name)
-    cfg.update({"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1, "max_position_embeddings": length})
+    cfg.update(
+        {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1, "max_position_embeddings": length}
+    )
     model = transformers.AutoModelForCausalLM.from_config(cfg, attn_implementation="tilewise").train()
     ids = torch.randint(2, 97, (1, length))
     positions = torch.arange(length)[None] % (700 if packed else length)
@@ -516,7 +574,11 @@ def test_learned_queries_are_shared_by_the_batch():
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        ({"output_attentions": True}, NotImplementedError, "does not take output_attentions: attention weights are never"),
+        (
+            {"output_attentions": True},
+            NotImplementedError,
+            "does not take output_attentions: attention weights are never",
+        ),
         ({"head_mask": torch.ones(4)}, NotImplementedError, "does not take head_mask: use attn_implementation='eager'"),
         ({"sinks": torch.ones(2, 4, 9, 1)}, NotImplementedError, "one number a head .s_aux., not one a query"),
         ({"indices": torch.zeros(2, 9, 3)}, NotImplementedError, "sparse attention by indices"),

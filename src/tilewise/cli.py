@@ -173,6 +173,8 @@ class Job(NamedTuple):
 def jobs(backends: list[str], dtypes: list[str], quick: bool, device: str) -> list[Job]:
     """Every problem for each backend and dtype; empty lists mean the usual ones. ValueError for unknown names."""
     check_device(device)
+    if torch.device(device).type == "meta":
+        raise ValueError("there is nothing to judge on meta: nothing is computed there")
     chosen = [parse_dtype(d) for d in dtypes or _DTYPES]
     names = [dispatch.get(n).name for n in backends] or automatic(device, chosen)
     return [Job(problem, name, dtype) for name in names for dtype in chosen for problem in problems(quick)]
@@ -180,7 +182,7 @@ def jobs(backends: list[str], dtypes: list[str], quick: bool, device: str) -> li
 
 def verify(todo: list[Job], device: str, track: Track = iter) -> Facts:
     """The judge's summary of these jobs."""
-    return {"device": device, **summary([v for job in track(todo) for v in judge(*job, device)])}
+    return {"device": device, **summary([v for j in track(todo) for v in judge(j.problem, j.backend, j.dtype, device)])}
 
 
 def automatic(device: str, dtypes: Iterable[torch.dtype]) -> list[str]:

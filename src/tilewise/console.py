@@ -7,12 +7,14 @@ for people. Progress goes to stderr, and only to a terminal.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -34,7 +36,10 @@ HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def out() -> Console:
-    return Console(highlight=False)
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:  # a file has no width: let tables have theirs
+        console.width = 140
+    return console
 
 
 def err() -> Console:
@@ -109,10 +114,14 @@ def _reasons(reasons: list[dict]) -> Text:
 @app.command()
 def explain(
     shape: Annotated[str, typer.Option(metavar="B,Hq,Lq,D", help="Shape of the query.")],
-    kv: Annotated[str | None, typer.Option(metavar="B,Hkv,Lk,Dv", help="Key and value; left out: as the query.")] = None,
+    kv: Annotated[
+        str | None, typer.Option(metavar="B,Hkv,Lk,Dv", help="Key and value; left out: as the query.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="fp64, fp32, bf16 or fp16.")] = "bf16",
     device: Device = HERE,
-    mask: Annotated[str | None, typer.Option(help='For example "causal & window(256, 0)" or "key_lengths([9, 7])".')] = None,
+    mask: Annotated[
+        str | None, typer.Option(help='For example "causal & window(256, 0)" or "key_lengths([9, 7])".')
+    ] = None,
     softcap: Annotated[float | None, typer.Option(help="c * tanh(s / c) of the scores.")] = None,
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
     sinks: Annotated[bool, typer.Option("--sinks", help="With attention sinks.")] = False,
@@ -146,7 +155,9 @@ def print_explanation(facts: Facts, to: Console) -> None:
 
 @app.command()
 def verify(
-    backend: Annotated[list[str] | None, typer.Option(help="Backend to judge; repeatable. Left out: the automatic ones.")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Backend to judge; repeatable. Left out: the automatic ones.")
+    ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="fp64, fp32, bf16, fp16; repeatable. Left out: all.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems of each family.")] = False,
     device: Device = "cpu",
@@ -169,18 +180,7 @@ def _progress(todo: list) -> Iterable:
 
 
 def print_verdicts(facts: Facts, to: Console) -> None:
-    columns = ("backend", "dtype", "family", "checks", "refused", "worst error", "dense error", "error / limit", "", "worst check")
-    table = Table(*columns, title=f"Errors against fp64 on {facts['device']}, root mean square", title_justify="left")
-    for column in table.columns[3:8]:
-        column.justify = "right"
-    for row in facts["rows"]:
-        verdict = Text("FAIL", "bold red") if not row["ok"] else Text("ok", "green") if row["checks"] else Text("-", "dim")
-        table.add_row(
-            row["backend"], row["dtype"], row["family"], str(row["checks"]), str(row["refused"] or ""),
-            _number(row["error"], ".2e"), _number(row["dense_error"], ".2e"), _number(row["ratio"], ".2f"),
-            verdict, Text(row["worst"] or "", "dim"),
-        )  # fmt: skip
-    to.print(table)
+    to.print(_verdict_table(facts, wide=to.width >= 110))
     for f in facts["failures"]:
         to.print(
             f"FAIL {f['problem']} | {f['backend']} {f['dtype']} {f['quantity']}: {f['note']} "
@@ -188,10 +188,29 @@ def print_verdicts(facts: Facts, to: Console) -> None:
             style="red", markup=False, soft_wrap=True,
         )  # fmt: skip
     if not facts["checks"]:
-        to.print("Nothing was checked: every problem was refused. One refusal:" if facts["refused"] else "Nothing to check.")
+        to.print("Nothing was checked." + (" A refusal:" if facts["refused"] else ""))
         to.print(*(r["note"] for r in facts["refused"][:1]), markup=False, soft_wrap=True)
     misses = len(facts["failures"])
     to.print(f"{facts['checks']} checks, {misses} failed", style="bold green" if facts["ok"] else "bold red")
+
+
+def _verdict_table(facts: Facts, wide: bool) -> Table:
+    title = f"Errors against fp64 on {facts['device']}, root mean square"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("backend", "dtype", "family"):
+        table.add_column(name, no_wrap=True)
+    for name in ("checks", "refused", "worst", "dense", "/ limit", ""):
+        table.add_column(name, no_wrap=True, justify="right")
+    if wide:
+        table.add_column("the worst check", overflow="ellipsis", style="dim")
+    for row in facts["rows"]:
+        passed = Text("ok", "green") if row["checks"] else Text("-", "dim")
+        table.add_row(
+            row["backend"], row["dtype"], row["family"], str(row["checks"]), str(row["refused"] or ""),
+            _number(row["error"], ".2e"), _number(row["dense_error"], ".2e"), _number(row["ratio"], ".2g"),
+            passed if row["ok"] else Text("FAIL", "bold red"), *([Text(row["worst"] or "")] if wide else []),
+        )  # fmt: skip
+    return table
 
 
 def _number(x: float | None, spec: str) -> str:
@@ -204,14 +223,14 @@ def _number(x: float | None, spec: str) -> str:
 @app.command()
 def demo(
     length: Annotated[int, typer.Option(min=1, help="Tokens of the long sequence.")] = 16384,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. On a busy machine 1 is the fastest.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. Left out: the faster of one and all.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """A real model, a long sequence and an explanation, on this CPU, in a minute or two."""
-    if threads:
-        torch.set_num_threads(threads)
     with err().status("starting") if err().is_terminal else _silent() as status:
-        facts = demo_parts.demo(length, status.update)
+        facts = demo_parts.demo(length, threads, status.update)
     show(facts, as_json, print_demo)
     raise typer.Exit(0 if facts["ok"] else 1)
 
@@ -272,7 +291,8 @@ def print_long(facts: Facts, to: Console) -> None:
         table.add_row(
             str(row["length"]), _bytes(tiled["peak_bytes"]), _bytes(tiled["kept_bytes"]), f"{tiled['seconds']:.2f} s",
             _bytes(dense["peak_bytes"]) + ("" if dense["measured"] else " computed"),
-            f"{dense['seconds']:.2f} s" if dense["measured"] else "not run", _number(row.get("largest_difference"), ".1e"),
+            f"{dense['seconds']:.2f} s" if dense["measured"] else "not run",
+            _number(row.get("largest_difference"), ".1e"),
         )  # fmt: skip
     to.print(table)
     to.print(

@@ -93,7 +93,7 @@ def _list(node: ast.expr) -> list[Any]:
     """A list of ints, or of lists of ints; ``a + b`` and ``a * n`` as in Python."""
     match node:
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_list(x) if isinstance(x, ast.List | ast.Tuple) else _int(x) for x in items]
+            return [_list(x) if isinstance(x, ast.List | ast.Tuple | ast.BinOp) else _int(x) for x in items]
         case ast.BinOp(left=a, op=ast.Add(), right=b):
             return _list(a) + _list(b)
         case ast.BinOp(left=a, op=ast.Mult(), right=b):

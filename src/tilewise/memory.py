@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -21,7 +22,8 @@ class PeakMemory:
     BLAS takes from the system, and allocations of other threads (autograd's backward of CPU tensors is in this one).
     The profiler slows small operations, so take times without the meter, and do not nest it in another profiler.
 
-    On CUDA it is the allocator's own count, which is the whole process's.
+    On CUDA it is the allocator's own count, which is the whole process's. Keep tensors from before the block alive
+    within it: releasing one lowers the count on CUDA, and goes unseen on a CPU.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
@@ -60,6 +62,7 @@ def peak_of(changes: Iterable[int]) -> tuple[int, int]:
 def _changes(p: profile) -> list[int]:
     """Bytes of each allocation (positive) and release (negative) on the CPU, in order of time."""
     assert p.profiler is not None
-    events = p.profiler.kineto_results.events()
+    results: Any = p.profiler.kineto_results  # the type stubs do not know the fields of an allocation
+    events = results.events()
     memory = [e for e in events if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU]
     return [e.nbytes() for e in sorted(memory, key=lambda e: e.start_ns())]

@@ -50,6 +50,9 @@ def attend(r: Request, q: Tensor, k: Tensor, v: Tensor, patch: Patch) -> tuple[T
     if keep is not None:
         keep = keep.expand(shape)
     k, v = k.repeat_interleave(r.group, 1), v.repeat_interleave(r.group, 1)  # (B, H, Lk, D)
+    if keep is not None:  # padding may hold anything
+        k, v = _cleared(k, keep.any(-2)), _cleared(v, keep.any(-2))
+        q = _cleared(q, keep.any(-1))
 
     s = _scores(q, k, keep).to(r.state_dtype)
     if keep is not None:
@@ -113,6 +116,11 @@ def _average(p: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         return p @ v
     mine = torch.where(keep[..., None], v[:, :, None], 0.0)  # (B, H, Lq, Lk, Dv)
     return (p[..., None] * mine).sum(-2)
+
+
+def _cleared(x: Tensor, seen: Tensor) -> Tensor:
+    """Rows that take part in nothing, as zeros."""
+    return torch.where(seen[..., None], x, 0.0)
 
 
 def _finite(x: Tensor) -> bool:

@@ -130,7 +130,7 @@ def _check(attention_mask: Mask | Tensor | None, kwargs: dict[str, Any]) -> None
 
 
 def _has_documents(mask: Mask) -> bool:
-    return isinstance(mask, masks.Documents) or any(_has_documents(t) for t in getattr(mask, "terms", ()))
+    return any(isinstance(t, masks.Documents) for t in (mask.terms if isinstance(mask, masks.All) else (mask,)))
 
 
 def _mask_and_bias(
@@ -166,11 +166,21 @@ class CallMask(masks.All):
     """The mask of one forward pass: all its terms hold.
 
     ``shape`` and ``ndim`` are those of the (B, 1, Lq, Lk) tensor that it stands for: by them transformers tells a
-    mask that is made already (``generate`` makes those of a static cache ahead) from a 2-D padding mask.
+    mask that is made already (``generate`` makes those of a static cache ahead) from a 2-D padding mask. So any mask
+    can be given to a model: ``model(ids, attention_mask=CallMask((masks.prefix_lm(lengths),), (B, 1, L, L)))``.
     """
 
     shape: tuple[int, int, int, int]
     ndim: ClassVar[int] = 4
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a tilewise mask is no tensor and has no {name!r}; {_COMPUTES}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(f"a tilewise mask is no tensor and cannot be indexed; {_COMPUTES}")
+
+
+_COMPUTES = "a model that computes with its mask needs attn_implementation='eager' or 'sdpa'"
 
 
 def make_mask(
@@ -242,21 +252,27 @@ class Call(NamedTuple):
 def _translate(call: Call, fn: MaskFunction) -> Mask:
     """The mask of a function of transformers, known by its name and the variables that it closes over."""
     code = getattr(fn, "__code__", None)
-    if code is None or fn.__module__ != "transformers.masking_utils":
+    if code is not None and not code.co_freevars and fn.__module__ == "transformers.masking_utils":
+        rule = _RULES.get((code.co_name,))
+        if rule is not None:
+            return rule(call)
+    return _translate_closure(call, fn)
+
+
+@torch.compiler.disable(
+    reason="tilewise reads the window or the sequences that transformers' mask function closes over; to compile one "
+    "graph, make the mask ahead with make_mask and pass it to the model as attention_mask"
+)
+def _translate_closure(call: Call, fn: MaskFunction) -> Mask:
+    """A function made by another, such as ``sliding_window_overlay``; or one that is not known."""
+    if getattr(fn, "__module__", None) != "transformers.masking_utils":
         return _predicate(call, fn)
-    rule = _RULES.get((_name(fn), *code.co_freevars))
-    if rule is None:
-        return _predicate(call, fn)
-    return rule(call, *_closure(fn)) if code.co_freevars else rule(call)
+    rule = _RULES.get((_maker(fn), *fn.__code__.co_freevars))
+    return _predicate(call, fn) if rule is None else rule(call, *(c.cell_contents for c in fn.__closure__ or ()))
 
 
-@torch.compiler.disable(reason="tilewise reads the window or the sequences that a mask function closes over")
-def _closure(fn: MaskFunction) -> list[Any]:
-    return [cell.cell_contents for cell in fn.__closure__ or ()]
-
-
-def _name(fn: MaskFunction) -> str:
-    """The outermost function that a function was defined in."""
+def _maker(fn: MaskFunction) -> str:
+    """The name of the outermost function that a function was defined in."""
     return getattr(fn, "__qualname__", "").partition(".")[0]
 
 
@@ -306,7 +322,7 @@ def _blocks(call: Call, ids: Tensor) -> Mask:
 
 
 def _and(call: Call, functions: tuple[MaskFunction, ...]) -> Mask:
-    packed = call.packed or any(_name(fn) == "packed_sequence_mask_function" for fn in functions)
+    packed = call.packed or any(_maker(fn) == "packed_sequence_mask_function" for fn in functions)
     return _all(*(_translate(call._replace(packed=packed), fn) for fn in functions))
 
 
