@@ -276,7 +276,7 @@ def _request(
     softcap: float | None, sinks: Tensor | None, ragged: Ragged | None, aux: AuxRequest | None,
     dropout: tuple[float, int | None, torch.Generator | None],
 ) -> Request:  # fmt: skip
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+    if _autocast(q.device.type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     _check_qkv(q, k, v, ragged)
@@ -305,6 +305,10 @@ def _request(
         want_lse=aux is not None and aux.lse,
         want_max_logits=aux is not None and aux.max_logits,
     )  # fmt: skip
+
+
+def _autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) -> None:

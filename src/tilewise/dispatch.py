@@ -141,8 +141,8 @@ def _names(choice: str | Sequence[str]) -> tuple[str, ...]:
 def use_backend(choice: str | Sequence[str]) -> Iterator[None]:
     """Within the block, attention runs on this backend, or on the first of this list that can.
 
-    An argument ``backend=`` still comes first. The choice holds for the whole process, not for one
-    thread. Raises ValueError for an unknown name.
+    An argument ``backend=`` still comes first. As with ``torch.nn.attention.sdpa_kernel`` the choice holds for the
+    whole process, not for one thread. Raises ValueError for an unknown name.
     """
     _chosen.append(_names(choice))
     try:
@@ -209,7 +209,8 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        lines = [self.request, f"runs: {self.chosen or 'nothing can (see the reasons)'}"]
+        nothing = f"nothing: {', '.join(self.candidates)} cannot (see the reasons)"
+        lines = [self.request, f"runs: {self.chosen or nothing}"]
         if self.tiles:
             t = self.tiles
             lines.append(

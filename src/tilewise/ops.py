@@ -8,14 +8,17 @@ This file imports no kernel.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from . import dispatch
 from .masks import decode, holders
 from .request import Ragged, Request
+from .tilemap import visible_pairs
 
 _LIB = torch.library.Library("tilewise", "DEF")
 _COMMON = (
@@ -88,8 +91,42 @@ torch.library.register_fake("tilewise::forward", _forward_fake, lib=_LIB)
 torch.library.register_fake("tilewise::backward", _backward_fake, lib=_LIB)
 
 
+def _vmap(op: Any, info: Any, in_dims: tuple, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """One call after another: mask, bias and dropout keep their meaning of b and h."""
+
+    def entry(x: Any, dim: Any, n: int) -> Any:
+        if isinstance(dim, (list, tuple)):
+            return [entry(y, d, n) for y, d in zip(x, dim, strict=True)]
+        return x if dim is None else x.select(dim, n)
+
+    calls = [op(*(entry(x, d, n) for x, d in zip(args, in_dims, strict=True))) for n in range(info.batch_size)]
+    stacked = tuple(torch.stack(x) for x in zip(*calls, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+for _name in ("forward", "backward"):
+    _op = getattr(torch.ops.tilewise, _name).default
+    torch.library.register_vmap(_op, partial(_vmap, _op), lib=_LIB)
+
+
+@register_flop_formula(torch.ops.tilewise.forward, get_raw=True)
+def _forward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
+    """The two matrix products over the pairs that the mask keeps."""
+    r, _name = _request(*args)
+    return 2 * (r.dim + r.dim_v) * visible_pairs(r)
+
+
+@register_flop_formula(torch.ops.tilewise.backward, get_raw=True)
+def _backward_flops(dout: Any, dlse: Any, out: Any, lse: Any, low: Any, needs: Any, *args: Any, **_: Any) -> int:
+    """Five products: S again, dP, dV, dK, dQ."""
+    r, _name = _request(*args)
+    return 2 * (3 * r.dim + 2 * r.dim_v) * visible_pairs(r)
+
+
 class _Attention(torch.autograd.Function):
     """Saves what the backward recomputes from: the inputs, the output and the log-sum-exp."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(q, k, v, bias, alibi, sinks, rng, cu_q, cu_k, numbers, keep_alive, *mask_tensors):
@@ -121,18 +158,10 @@ class _Attention(torch.autograd.Function):
         return tuple(g if need else None for g, need in zip(grads, needs, strict=True)) + nothing
 
 
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        """One call after another: mask, bias and dropout keep their meaning of b and h."""
-        def entry(n: int) -> list:
-            return [x.select(d, n) if isinstance(d, int) else x for x, d in zip(args, in_dims, strict=True)]
-
-        calls = [_Attention.apply(*entry(n)) for n in range(info.batch_size)]
-        return tuple(torch.stack(x) for x in zip(*calls, strict=True)), (0,) * 4
-
-
 class _OnceDifferentiable(torch.autograd.Function):
     """Hands gradients through, and says so when someone differentiates them again."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(backend: str, *grads):
@@ -160,7 +189,9 @@ def run(r: Request, backend: str) -> dispatch.Output:
     cu_q, cu_k, max_q, max_k = (None, None, r.len_q, r.len_k) if g is None else (g.cu_q, g.cu_k, g.max_q, g.max_k)
     code, mask_tensors = ([], []) if mask is None else (mask.code(), mask.tensors())
     numbers = (max_q, max_k, r.scale, r.softcap or 0.0, r.dropout_p, r.want_max_logits, backend, code)
-    out, lse, top, _ = _Attention.apply(
-        r.q, r.k, r.v, r.bias, r.alibi, r.sinks, r.rng, cu_q, cu_k, numbers, holders(mask), *mask_tensors
-    )
+    tensors = (r.q, r.k, r.v, r.bias, r.alibi, r.sinks, r.rng, cu_q, cu_k)
+    if any(r.grads().values()):
+        out, lse, top, _ = _Attention.apply(*tensors, numbers, holders(mask), *mask_tensors)
+    else:
+        out, lse, top, _ = torch.ops.tilewise.forward(*tensors, *numbers, mask_tensors)
     return dispatch.Output(out, lse, top if r.want_max_logits else None)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .masks import EMPTY, FULL, PARTIAL, Grid, Mask, Patch, decode, holders
+from .request import Request
 
 
 class Tile(NamedTuple):
@@ -71,13 +72,13 @@ class TileMap:
         repeats = (self.grid.batch // self.table.shape[0]) * (self.grid.heads // self.table.shape[1])
         return int((self.table != EMPTY).sum()) * repeats
 
-    def visible(self) -> int:
-        """Number of (query, key) pairs kept, over all batch entries and heads. Exact."""
+    def visible(self, first: int = 0) -> int:
+        """Number of (query, key) pairs kept, over all batch entries (from ``first``) and heads. Exact."""
         g, total = self.grid, 0
         nb, nh = self.table.shape[:2]
         for b in range(nb):
             for h in range(nh):
-                batch = slice(b, b + 1) if nb > 1 else slice(0, g.batch)
+                batch = slice(first + b, first + b + 1) if nb > 1 else slice(first, first + g.batch)
                 heads = slice(h, h + 1) if nh > 1 else slice(0, g.heads)
                 repeats = (batch.stop - batch.start) * (heads.stop - heads.start)
                 verdicts = self.table[b, h].tolist()
@@ -102,6 +103,19 @@ def tile_map(mask: Mask | None, grid: Grid) -> TileMap:
     if mask is None or not (mask.tensors() or holders(mask)):
         return TileMap(grid, mask, _arithmetic(() if mask is None else tuple(mask.code()), grid))
     return TileMap(grid, mask, _table(mask, grid))
+
+
+def visible_pairs(r: Request, block: int = 128) -> int:
+    """Number of (query, key) pairs that the mask of a request keeps, over its batch and query heads. Exact."""
+    total = 0
+    for seq in r.sequences():
+        grid = Grid(r.batch, r.heads, seq.len_q, seq.len_k, block, block, r.device)
+        tiles = tile_map(r.mask, grid)
+        if r.ragged is not None:  # of this sequence only
+            table = tiles.table[seq.batch] if tiles.table.shape[0] > 1 else tiles.table
+            tiles = TileMap(grid._replace(batch=1), r.mask, table)
+        total += tiles.visible(seq.batch.start)
+    return total
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ cannot say is refused here, and the kernel's own limits are asked of PyTorch.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..dispatch import Backend, Output, Reason
-from ..masks import BOTTOM_RIGHT, Band, Dense, Mask
+from ..masks import BOTTOM_RIGHT, Band, Dense, Mask, Patch
 from ..request import Request
 
 _COMMON = frozenset({"mask", "bias", "dropout", "gqa"})
@@ -33,39 +34,33 @@ class SDPABackend(Backend):
     composite = True
     hints = _HINTS
     kernel: SDPBackend
+    can_use: Callable[..., bool]
     lowered_masks: tuple[type[Mask], ...] = ()  # mask terms that fit attn_mask without a new L x L tensor
 
     def limits(self, r: Request) -> list[Reason]:
-        reasons = []
+        reasons = self._device_limits(r)
         if r.seeded:
             reasons.append(Reason("draws its own dropout mask and cannot honour a seed", "leave seed= and generator= out"))
-        if r.mask is not None and not self._fits(r):
-            reasons.append(
-                Reason(
-                    f"has no argument for the mask {r.mask!r} and tilewise will not build an (Lq, Lk) tensor for it",
-                    "use a tilewise backend, or pass a bool tensor",
-                )
-            )
         if r.mask is not None and r.bias is not None:
             reasons.append(Reason("takes a mask or a bias, not both", "put -inf into the bias where masked"))
-        return reasons or self._kernel_limits(r)
+        if r.mask is not None and not self._fits(r):
+            reasons.append(Reason(f"has no argument for {r.mask!r}, and no (Lq, Lk) tensor is built for it", "backend='tiled'"))
+        elif not (reasons or r.ragged or torch.compiler.is_compiling()):
+            reasons = self._ask(r)
+        return reasons
 
     def _fits(self, r: Request) -> bool:
         return _is_causal(r) or isinstance(r.mask, self.lowered_masks)
 
-    def _kernel_limits(self, r: Request) -> list[Reason]:
-        """What PyTorch says of this kernel and these tensors."""
+    def _device_limits(self, r: Request) -> list[Reason]:
+        """What this kernel needs, apart from what PyTorch tells when asked."""
         if r.device.type == "cuda":
-            return self._cuda_limits(r)
-        if r.device.type == "cpu":
-            return self._cpu_limits(r)
-        return []
+            return []
+        return [Reason(f"is a CUDA kernel, the tensors are on {r.device.type}")]
 
-    def _cuda_limits(self, r: Request) -> list[Reason]:
-        return []
-
-    def _cpu_limits(self, r: Request) -> list[Reason]:
-        return [Reason("is a CUDA kernel, the tensors are on cpu")]
+    def _ask(self, r: Request) -> list[Reason]:
+        """What PyTorch says of this kernel and these tensors."""
+        return _asked(self.can_use, r, self._arguments(r))
 
     def forward(self, r: Request) -> Output:
         with sdpa_kernel(self.kernel):
@@ -89,50 +84,50 @@ class TorchFlash(SDPABackend):
     name = "torch_flash"
     summary = "PyTorch's FlashAttention-2 (CUDA) or CPU flash kernel"
     kernel = SDPBackend.FLASH_ATTENTION
+    can_use = staticmethod(torch.backends.cuda.can_use_flash_attention)
+    devices = ("cuda", "cpu")
     features = _COMMON
-
-    @property
-    def devices(self):  # type: ignore[override]
-        return ("cuda", "cpu")
-
-    def _cuda_limits(self, r: Request) -> list[Reason]:
-        return _asked(torch.backends.cuda.can_use_flash_attention, r, self._arguments(r))
 
     def _fits(self, r: Request) -> bool:
         return _is_causal(r) or (r.device.type == "cpu" and isinstance(r.mask, Dense))
 
-    def _cpu_limits(self, r: Request) -> list[Reason]:
-        """aten/src/ATen/native/transformers/sdp_utils_cpp.cpp of torch 2.9 to 2.14."""
-        reasons = []
+    def _device_limits(self, r: Request) -> list[Reason]:
+        """On a CPU: aten/src/ATen/native/transformers/sdp_utils_cpp.cpp of torch 2.9 to 2.14."""
+        reasons: list[Reason] = []
+        if r.device.type != "cpu":
+            return reasons
         if r.dropout_p > 0:
             reasons.append(Reason("PyTorch's CPU flash kernel has no dropout", "dropout_p=0.0, or backend='tiled'"))
         if r.grads()["bias"]:
             reasons.append(Reason("PyTorch's CPU flash kernel has no gradient of the bias", "backend='tiled'"))
         if 0 in (r.batch, r.len_q, r.len_k):
             reasons.append(Reason("PyTorch's CPU flash kernel takes no empty tensors", "backend='tiled'"))
-        return reasons or _forced(self.kernel, r, self._arguments(r))
+        if r.mask is not None and not r.scale > 0:  # it masks before it scales: -inf * 0 is NaN
+            reasons.append(Reason(f"PyTorch's CPU flash kernel gives NaN for a mask and scale {r.scale}", "backend='tiled'"))
+        return reasons
+
+    def _ask(self, r: Request) -> list[Reason]:
+        if r.device.type == "cpu":
+            return _forced(self.kernel, r, self._arguments(r))
+        return super()._ask(r)
 
 
 class TorchEfficient(SDPABackend):
     name = "torch_efficient"
     summary = "PyTorch's memory-efficient kernel (CUDA)"
     kernel = SDPBackend.EFFICIENT_ATTENTION
+    can_use = staticmethod(torch.backends.cuda.can_use_efficient_attention)
     features = _COMMON | {"bias_grad", "dim_v"}
     lowered_masks = (Dense,)
-
-    def _cuda_limits(self, r: Request) -> list[Reason]:
-        return _asked(torch.backends.cuda.can_use_efficient_attention, r, self._arguments(r))
 
 
 class TorchCudnn(SDPABackend):
     name = "torch_cudnn"
     summary = "cuDNN's fused attention through PyTorch (CUDA)"
     kernel = SDPBackend.CUDNN_ATTENTION
+    can_use = staticmethod(torch.backends.cuda.can_use_cudnn_attention)
     features = _COMMON | {"dim_v"}
     lowered_masks = (Dense,)
-
-    def _cuda_limits(self, r: Request) -> list[Reason]:
-        return _asked(torch.backends.cuda.can_use_cudnn_attention, r, self._arguments(r))
 
 
 class TorchMath(SDPABackend):
@@ -144,26 +139,30 @@ class TorchMath(SDPABackend):
     def _fits(self, r: Request) -> bool:
         return True  # it stores (Lq, Lk) matrices whatever it is given: a mask of that size is no surprise
 
-    def _kernel_limits(self, r: Request) -> list[Reason]:
+    def _device_limits(self, r: Request) -> list[Reason]:
+        return []
+
+    def _ask(self, r: Request) -> list[Reason]:
         return []
 
     def _lower(self, r: Request) -> Tensor:
-        (seq,) = r.sequences()
-        whole = r.patch(seq, seq.batch, slice(0, r.heads), slice(0, r.len_q), slice(0, r.len_k))
         assert r.mask is not None
-        return r.mask.keep(whole)
+        return r.mask.keep(_whole(r))
 
     def _arguments(self, r: Request) -> dict:
         args = super()._arguments(r)
         if r.alibi is not None:
-            (seq,) = r.sequences()
-            whole = r.patch(seq, seq.batch, slice(0, r.heads), slice(0, r.len_q), slice(0, r.len_k))
-            bias = r.bias_tile(whole)
+            bias = r.bias_tile(_whole(r))
             assert bias is not None
             if r.mask is not None:
-                bias = bias.masked_fill(~r.mask.keep(whole), float("-inf"))
+                bias = bias.masked_fill(~r.mask.keep(_whole(r)), float("-inf"))
             args.update(attn_mask=bias.to(r.dtype), is_causal=False)
         return args
+
+
+def _whole(r: Request) -> Patch:
+    (seq,) = r.sequences()
+    return r.patch(seq, seq.batch, slice(0, r.heads), slice(0, r.len_q), slice(0, r.len_k))
 
 
 def _is_causal(r: Request) -> bool:

@@ -49,6 +49,8 @@ def judge(problem: Problem, backend: str, dtype: torch.dtype, device: torch.devi
         mine = evaluate(call, backend, dtype)
     except NotImplementedError as refusal:  # the dispatcher's answer, with every reason
         return [Verdict(*head, "refused", 0.0, 0.0, 0.0, True, str(refusal))]
+    if "lse" not in mine:  # judged on the loss that the backend can serve
+        call.loss = tuple(x for x in call.loss if x != "lse")
     exact = evaluate(call, "dense", torch.float64)
     dense = evaluate(call, "dense", dtype)
     return [Verdict(*head, name, *compare(x, dense[name], exact[name], dtype)) for name, x in mine.items()]
