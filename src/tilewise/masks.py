@@ -375,7 +375,7 @@ class Dense(Mask):
     mask: Tensor  # 4-D
 
     def keep(self, patch: Patch) -> Tensor:
-        return patch.take(self.mask)
+        return patch.take(self.mask).to(patch.device)
 
     def verdict(self, grid: Grid) -> Tensor:
         m = self.mask

@@ -3,7 +3,9 @@
 The reference is ``dense`` in fp64. A backend passes when its error is at most twice that of ``dense`` in the
 backend's own dtype on the same inputs, plus a floor: the rounding of the result and a few roundings of the row state.
 That holds for the root mean square, forward and every gradient. A root mean square over few numbers says little
-of their spread, so the floor is 1 + 8 / sqrt(n) times as high for n numbers. There is no tolerance to tune. In fp64, where that error is the judge's own, the limit is
+of their spread, so the floor is 1 + 8 / sqrt(n) times as high for n numbers. Gradients of the scores are
+differences P * (dP - delta) that may cancel to nothing, so their floor counts the size of delta too. There is no
+tolerance to tune. In fp64, where that error is the judge's own, the limit is
 1e-12 of the quantity's size. Where the reference is not finite, the backend must agree exactly.
 
 Source of the budget: the tests of FlashAttention (Dao et al.).
@@ -53,13 +55,17 @@ def judge(problem: Problem, backend: str, dtype: torch.dtype, device: torch.devi
         call.loss = tuple(x for x in call.loss if x != "lse")
     exact = evaluate(call, "dense", torch.float64)
     dense = evaluate(call, "dense", dtype)
-    return [Verdict(*head, name, *compare(x, dense[name], exact[name], dtype)) for name, x in mine.items()]
+    sizes = _cancelled(call, exact)
+    return [
+        Verdict(*head, name, *compare(x, dense[name], exact[name], dtype, sizes.get(name, 0.0)))
+        for name, x in mine.items()
+    ]
 
 
 def evaluate(call: Call, backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """All outputs and gradients of a call, by name."""
     leaves = {
-        name: x.to(dtype).requires_grad_(call.needs is None or name in call.needs) for name, x in call.tensors.items()
+        name: x.detach().to(dtype, copy=True).requires_grad_(call.needs is None or name in call.needs) for name, x in call.tensors.items()
     }
     args = {name: call.views[name](x) if name in call.views else x for name, x in leaves.items()}
     out, lse, top = _call(args, call, backend)
@@ -67,11 +73,12 @@ def evaluate(call: Call, backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
     weights = _weights(call, out, lse)
     outputs = [x for name, x in (("out", out), ("lse", lse)) if name in weights and x is not None and x.requires_grad]
     wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+    grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
     if wanted and outputs:
         grad_outputs = [weights["out" if x is out else "lse"].to(x.dtype) for x in outputs]
         grads = torch.autograd.grad(outputs, list(wanted.values()), grad_outputs, allow_unused=True)
-        for (name, leaf), g in zip(wanted.items(), grads, strict=True):
-            result[f"d{name}"] = torch.zeros_like(leaf) if g is None else g
+    for (name, leaf), g in zip(wanted.items(), grads, strict=True):  # None: nothing depends on it
+        result[f"d{name}"] = torch.zeros_like(leaf) if g is None else g
     return {name: x.detach().double() for name, x in result.items() if x is not None}
 
 
@@ -102,7 +109,27 @@ def _weights(call: Call, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
     return {name: w for name, w in weights.items() if name in call.loss}
 
 
-def compare(x: Tensor, dense: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float, float, bool, str]:
+def _cancelled(call: Call, exact: dict[str, Tensor]) -> dict[str, float]:
+    """The size of P * delta as it enters each gradient of the scores: what is left of it when dP - delta cancels."""
+    weights = _weights(call, exact["out"], exact.get("lse"))
+    terms = [(weights["out"] * exact["out"]).sum(-1)] if "out" in weights else []
+    terms += [weights["lse"]] if "lse" in weights else []
+    delta = sum(_rms(x[torch.isfinite(x)]) for x in terms)
+    q, k = (call.tensors[n][torch.isfinite(call.tensors[n])] for n in ("q", "k"))
+    scale = call.options.get("scale")
+    scale = abs(call.tensors["q"].shape[-1] ** -0.5 if scale is None else scale)
+    rows = exact["out"][..., 0].numel()
+    per_key = (rows / max(call.tensors["k"][..., 0].numel(), 1)) ** 0.5
+    sizes = {"dq": scale * _rms(k), "dk": scale * _rms(q) * per_key}
+    sizes |= {name: (rows / max(exact[name].numel(), 1)) ** 0.5 for name in ("dbias", "dsinks") if name in exact}
+    if "dalibi" in exact:
+        sizes["dalibi"] = call.tensors["k"].shape[-2] * (rows / exact["dalibi"].numel()) ** 0.5
+    return {name: float(delta * size) for name, size in sizes.items() if size == size}
+
+
+def compare(
+    x: Tensor, dense: Tensor, exact: Tensor, dtype: torch.dtype, cancelled: float = 0.0
+) -> tuple[float, float, float, bool, str]:
     """(error, dense error, limit, passed, note) of a quantity, all given in fp64."""
     if x.shape != exact.shape:
         return float("inf"), 0.0, 0.0, False, f"shape {tuple(x.shape)}, expected {tuple(exact.shape)}"
@@ -118,11 +145,11 @@ def compare(x: Tensor, dense: Tensor, exact: Tensor, dtype: torch.dtype) -> tupl
     else:
         floor = STATE_ULPS * torch.finfo(torch.float32).eps + 0.5 * torch.finfo(dtype).eps
     floor *= 1 + 8 / err.numel() ** 0.5
-    error, limit = _rms(err), SLACK * _rms(base) + floor * _rms(exact)
+    error, limit = _rms(err), SLACK * _rms(base) + floor * (_rms(exact) + cancelled)
     if not error <= limit:  # a NaN fails
         return error, _rms(base), limit, False, f"root mean square error {error:.3g} is over {limit:.3g}"
     return error, _rms(base), limit, True, ""
 
 
 def _rms(x: Tensor) -> float:
-    return float(x.square().mean().sqrt())
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
