@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise import dispatch
+from tilewise.backends import tiled
 from tilewise.testing import Verdict, judge, problems
 from tilewise.testing.problems import Maker
 
@@ -39,29 +39,28 @@ def test_problem_in_tiles_of(shape, tiles):
     assert judged > 80
 
 
-@pytest.mark.parametrize("name", ["A1 row with no key: one row", "B1 causal top_left 129 x 64", "G6 everything at once"])
-def test_the_judge_sees_a_wrong_answer(name, monkeypatch):
+MISTAKES = {
+    "each tile's softmax alone": ("_fold_", lambda w, tile, old, s, v, keep: _softmax_alone(old, s, v)),
+    "no mask": ("_scores", lambda w, tile, q, k, scratch: (torch.bmm(q, k.mT), None, None)),
+    "delta forgotten": ("_delta", lambda w, rows, saved: torch.zeros_like(w.stats(saved.lse, rows))),
+    "half the scale": ("_scores", lambda w, tile, q, k, scratch, true=tiled._scores: true(w, tile, q / 2, k, scratch)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_judge_sees_a_wrong_answer(mistake, dtype, monkeypatch, tiles):
     """The budget is not so wide that a mistake fits in."""
-    from tilewise.backends import tiled
-
-    def off_by_one(r, seq, batch, heads, rows, cols, true=dispatch.get("tiled")):
-        patch = tiled.Request.patch(r, seq, batch, heads, rows, cols)
-        object.__setattr__(patch, "cols", slice(cols.start + 1, cols.stop + 1))
-        return patch
-
-    monkeypatch.setattr(tiled.Block, "patch", lambda w, t: off_by_one(w.r, w.seq, w.batch, w.heads, t.rows, t.cols))
-    broken = PROBLEMS[name]
-    if "dense" in name or "A1" in name:
-        monkeypatch.setattr(tiled, "_fold_", _without_rescaling)
-    assert failures(judge(broken, "tiled", torch.bfloat16))
+    tiles((16, 16))
+    monkeypatch.setattr(tiled, *MISTAKES[mistake])
+    assert failures(judge(PROBLEMS["B1 causal top_left 129 x 64"], "tiled", dtype))
 
 
-def _without_rescaling(w, tile, old, s, v, keep):
+def _softmax_alone(old, s, v):
     """The article's mistake: softmax each tile alone and add."""
-    p = torch.softmax(s, -1).nan_to_num(0)
-    old.l.add_(1)
-    old.acc.baddbmm_(p, v)
-    return type(old)(torch.maximum(old.m, s.amax(-1)), old.l, old.acc)
+    old.l.fill_(1)
+    old.acc.baddbmm_(torch.softmax(s, -1).nan_to_num(0), v)
+    return type(old)(torch.zeros_like(old.m), old.l, old.acc)
 
 
 @pytest.mark.parametrize("backend", ["torch_flash", "torch_math"])

@@ -105,6 +105,31 @@ def test_tells_linear_from_quadratic():
     assert two / one == pytest.approx(4, rel=0.1)
 
 
+@pytest.mark.parametrize("what", ["causal", "padding", "predicate", "bias"])
+def test_extra_memory_is_linear_at_real_lengths(what):
+    """4k, 8k, 16k, forward and backward. A bias has its own size and that of its gradient, and nothing more."""
+
+    def peak(n):
+        q, k, v = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(3))
+        bias = torch.zeros(n, n, requires_grad=True) if what == "bias" else None
+        mask = {
+            "causal": masks.causal(),
+            "padding": masks.key_lengths([n // 2]) & masks.query_lengths([n // 2], padding="left"),
+            "predicate": masks.predicate(lambda b, h, i, j: (i - j).abs() < 600),
+            "bias": masks.causal() & masks.window(64, 0),
+        }[what]
+        with PeakMemory() as forward:
+            out = attention(q, k, v, mask, bias=bias)
+        with PeakMemory() as backward:
+            out.sum().backward()
+        return forward.peak, backward.peak - (0 if bias is None else bias.nbytes)
+
+    sizes = [peak(n) for n in (4096, 8192, 16384)]
+    for at_4k, at_8k, at_16k in zip(*sizes, strict=True):
+        assert at_16k - at_8k <= 2.1 * (at_8k - at_4k) + 2**16  # a constant (the tile) and a slope
+        assert at_16k < 16384 * 16384 / 16
+
+
 def test_an_error_inside_passes_and_the_meter_still_works():
     def fails():
         with PeakMemory():

@@ -339,12 +339,12 @@ class _Gradients:
         def summed(name: str, x: Tensor | None) -> Tensor | None:
             return torch.zeros_like(x, dtype=r.state_dtype) if name in needs and x is not None else None
 
-        bias = summed("bias", r.bias)
-        if bias is not None and r.bias is not None and _broadcast_dims(r, r.bias) == []:
-            bias = torch.zeros_like(r.bias)  # every element is written once: no need to sum in fp32
-        return cls(
-            written("q", r.q), written("k", r.k), written("v", r.v), bias, summed("alibi", r.alibi), summed("sinks", r.sinks)
-        )  # fmt: skip
+        if r.bias is not None and "bias" in needs and not _broadcast_dims(r, r.bias):
+            bias: Tensor | None = torch.zeros_like(r.bias)  # every element is written once: no need to sum in fp32
+        else:
+            bias = summed("bias", r.bias)
+        qkv = (written("q", r.q), written("k", r.k), written("v", r.v))
+        return cls(*qkv, bias, summed("alibi", r.alibi), summed("sinks", r.sinks))
 
     def add_bias(self, w: Block, tile: Tile, ds: Tensor) -> None:
         if self.bias is None and self.alibi is None:
