@@ -65,7 +65,7 @@ TERMS = {
     "dense columns": lambda lq, lk: masks.dense(torch.arange(lk).view(1, 1, 1, lk) % 7 > 2),
     "predicate": lambda lq, lk: masks.predicate(lambda b, h, i, j: (i // 5 + j // 3 + b + h) % 2 == 0),
     "captured": lambda lq, lk: masks.predicate(lambda b, h, i, j, t: t[j] <= i, torch.arange(lk).flip(0)),
-}
+}  # fmt: skip
 
 
 def mask_strategy():
@@ -187,7 +187,7 @@ BAD = {
         TypeError,
         "must return a bool tensor",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -37,7 +37,9 @@ def test_any_patch_is_a_part_of_the_whole():
 
 
 def test_rate_and_extremes():
-    many = dropout_keep(torch.tensor([3, 0]), 0.3, Patch(slice(0, 1), slice(0, 1), slice(0, 500), slice(0, 800), 500, 800, CPU), 1)
+    many = dropout_keep(
+        torch.tensor([3, 0]), 0.3, Patch(slice(0, 1), slice(0, 1), slice(0, 500), slice(0, 800), 500, 800, CPU), 1
+    )
     assert abs(float(many.double().mean()) - 0.7) < 4 * (0.21 / 400_000) ** 0.5
     assert keep(0.0, slice(0, 50), slice(0, 60)).all()
     assert not keep(1.0, slice(0, 50), slice(0, 60)).any()

@@ -101,9 +101,9 @@ def test_a2_a_key_seen_by_some_rows_poisons_only_these(shape, tiles):
     assert dk[:, :, :11].isnan().all()
 
 
-def test_a2_padded_queries_with_garbage_gradients(backend="tiled"):
+def test_a2_padded_queries_with_garbage_gradients():
     q, k, v = (x.requires_grad_() for x in qkv(1, 2, 20, 20))
-    out = tw.attention(q, k, v, masks.query_lengths([12]), backend=backend)
+    out = tw.attention(q, k, v, masks.query_lengths([12]), backend="tiled")
     dout = rand(1, 2, 20, 8, seed=4)
     clean = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
     dout[:, :, 12:] = math.nan
@@ -326,7 +326,9 @@ def test_h2_forward_mode_on_dense():
 
     for which in ((0,), (2,), (0, 1, 2)):
         args = [q, k, v]
-        tangents = tuple(rand(1, 2, 7, 7 + 1, dtype=torch.float64, seed=n) if n in which else torch.zeros_like(q) for n in range(3))
+        tangents = tuple(
+            rand(1, 2, 7, 7 + 1, dtype=torch.float64, seed=n) if n in which else torch.zeros_like(q) for n in range(3)
+        )
         _, (dout, dlse) = torch.func.jvp(f, tuple(args), tangents)
         h = 1e-6
         plus, minus = (f(*(x + s * h * t for x, t in zip(args, tangents, strict=True))) for s in (1, -1))
@@ -360,9 +362,7 @@ def test_e4_a_fully_masked_chunk():
     q, k, v = qkv(1, 2, 5, 8, dtype=torch.float64, grad=True)
     kept = tw.attention(q, k, v, masks.key_lengths([5]))
     first = next(parts_of(q, k, v, (0, 5)))
-    out, aux = tw.attention(
-        q, k[:, :, 5:], v[:, :, 5:], masks.key_lengths([0]), return_aux=tw.AuxRequest(lse=True)
-    )
+    out, aux = tw.attention(q, k[:, :, 5:], v[:, :, 5:], masks.key_lengths([0]), return_aux=tw.AuxRequest(lse=True))
     merged, _ = tw.merge(first, (out, aux.lse))
     torch.testing.assert_close(merged, kept, rtol=1e-12, atol=1e-12)
     assert all(g.isfinite().all() for g in torch.autograd.grad(merged.sum(), (q, k, v)))
@@ -400,7 +400,9 @@ def cu(*ends):
 @both
 def test_f1_slack_rows_are_zero(backend, poison):
     q, k, v = (rand(7, 2, 4, seed=s, grad=True) for s in range(3))
-    out, aux = tw.attention_varlen(q, k, v, cu(0, 2, 5), cu(0, 2, 5), backend=backend, return_aux=tw.AuxRequest(True, True))
+    out, aux = tw.attention_varlen(
+        q, k, v, cu(0, 2, 5), cu(0, 2, 5), backend=backend, return_aux=tw.AuxRequest(True, True)
+    )
     out.sum().backward()
     assert not out[5:].any()
     assert (aux.lse[:, 5:] == -math.inf).all()
@@ -519,9 +521,8 @@ def test_h5_max_logits(backend):
     q, k, v = qkv(2, 4, 9, 12)
     keep = torch.rand(9, 12, generator=torch.Generator().manual_seed(0)) < 0.5
     keep[2] = False
-    _, aux = tw.attention(
-        q, k, v, keep, scale=0.3, sinks=torch.full((4,), 99.0), backend=backend, return_aux=tw.AuxRequest(max_logits=True)
-    )
+    ask, sinks = tw.AuxRequest(max_logits=True), torch.full((4,), 99.0)
+    _, aux = tw.attention(q, k, v, keep, scale=0.3, sinks=sinks, backend=backend, return_aux=ask)
     expected = (0.3 * q @ k.transpose(-1, -2)).masked_fill(~keep, -math.inf).amax(-1)
     torch.testing.assert_close(aux.max_logits, expected)
     assert aux.lse is None

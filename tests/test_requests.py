@@ -31,8 +31,9 @@ def calls(draw):
     }
     inf_rate = draw(st.sampled_from([0.0, 0.3]))
     sinks, loss = draw(st.booleans()), draw(st.sampled_from([("out",), ("lse",), ("out", "lse")]))
-    cuts = sorted(draw(st.lists(st.integers(0, lq), min_size=1, max_size=1))), sorted(
-        draw(st.lists(st.integers(0, lk), min_size=1, max_size=1))
+    cuts = (
+        sorted(draw(st.lists(st.integers(0, lq), min_size=1, max_size=1))),
+        sorted(draw(st.lists(st.integers(0, lk), min_size=1, max_size=1))),
     )
     names = ["q", "k", "v"] + ["bias"] * (bias is not None) + ["alibi"] * alibi + ["sinks"] * sinks
     needs = tuple(draw(st.lists(st.sampled_from(names), min_size=1, unique=True)))

@@ -49,7 +49,8 @@ def test_same_as_pytorch(lead, mask, scale):
 def test_grouped_heads():
     q, k = rand(2, 6, 5, 8), rand(2, 2, 5, 8, seed=1)
     torch.testing.assert_close(
-        tw.scaled_dot_product_attention(q, k, k, enable_gqa=True), F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+        tw.scaled_dot_product_attention(q, k, k, enable_gqa=True),
+        F.scaled_dot_product_attention(q, k, k, enable_gqa=True),
     )
 
 

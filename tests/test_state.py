@@ -52,7 +52,9 @@ def test_identity():
 
 
 def test_wholly_masked_tile_in_a_row_with_keys_elsewhere():
-    a = state.fold(tile([1, 2], [10, 20]), torch.full((1, 3), -math.inf, dtype=torch.float64), torch.ones(3, 1).double())
+    a = state.fold(
+        tile([1, 2], [10, 20]), torch.full((1, 3), -math.inf, dtype=torch.float64), torch.ones(3, 1).double()
+    )
     assert numbers(a) == numbers(tile([1, 2], [10, 20]))
 
 

@@ -84,13 +84,13 @@ def test_compile_varlen():
     cu_q, cu_k = torch.tensor([0, 5, 18], dtype=torch.int32), torch.tensor([0, 3, 20], dtype=torch.int32)
     f = lambda q, k, v: tw.attention_varlen(q, k, v, cu_q, cu_k, 13, 17, masks.causal())
     torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(q, k, v), f(q, k, v))
-    with pytest.raises(Exception, match="under torch.compile pass max_seqlen_q and max_seqlen_k"):
+    with pytest.raises(Exception, match=r"under torch\.compile pass max_seqlen_q and max_seqlen_k"):
         torch.compile(lambda q: tw.attention_varlen(q, k, v, cu_q, cu_k), fullgraph=True, backend="aot_eager")(q)
 
 
 def test_compile_refuses_the_judge():
     q, k, v = qkv()
-    with pytest.raises(Exception, match="looks at values, which torch.compile cannot trace"):
+    with pytest.raises(Exception, match=r"looks at values, which torch\.compile cannot trace"):
         torch.compile(lambda q: tw.attention(q, k, v, backend="dense"), fullgraph=True, backend="aot_eager")(q)
 
 

@@ -1,6 +1,6 @@
 """tilewise: exact attention for PyTorch, computed tile by tile."""
 
-from . import backends as _backends  # registers them
+from . import backends as _backends  # noqa: F401  the import registers them
 from . import masks
 from .api import (
     AuxOutput,

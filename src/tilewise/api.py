@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple, overload
 
 import torch
@@ -160,11 +161,13 @@ def scaled_dot_product_attention(
         )
     if query.dim() > 3 and not enable_gqa and query.shape[-3] != key.shape[-3]:
         raise ValueError(
-            f"query has {query.shape[-3]} heads and key {key.shape[-3]}: pass enable_gqa=True for grouped-query attention"
+            f"query has {query.shape[-3]} heads and key {key.shape[-3]}: "
+            "pass enable_gqa=True for grouped-query attention"
         )
     lead = query.shape[:-2]
     q, k, v = (_four_dims(x) for x in (query, key, value))
-    mask, bias = (masks.causal() if is_causal else None), None
+    mask: Mask | Tensor | None = masks.causal() if is_causal else None
+    bias: Tensor | None = None
     if attn_mask is not None:
         attn_mask = _four_dims_mask(attn_mask, lead)
         mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
@@ -327,7 +330,9 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) -> None:
         raise ValueError(f"query, key and value must be on one device, got {q.device}, {k.device} and {v.device}")
     length = 2 if ragged is None else 0
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"query and key must have the same head dim D, got {q.shape[-1]} and {k.shape[-1]}{_sizes(q, k, v)}")
+        raise ValueError(
+            f"query and key must have the same head dim D, got {q.shape[-1]} and {k.shape[-1]}{_sizes(q, k, v)}"
+        )
     if q.shape[-1] == 0:
         raise ValueError(f"head dim D must be at least 1{_sizes(q, k, v)}")
     if ragged is None and not q.shape[0] == k.shape[0] == v.shape[0]:
@@ -350,7 +355,7 @@ def _check_mask(mask: Mask | Tensor | None, sizes: tuple[int, int, int, int]) ->
         return None
     if not isinstance(mask, Mask):
         mask_mod = getattr(mask, "mask_mod", None)  # FlexAttention's BlockMask
-        mask = masks.predicate(mask_mod) if mask_mod is not None else masks.dense(mask)  # type: ignore[arg-type]
+        mask = masks.predicate(mask_mod) if mask_mod is not None else masks.dense(mask)
     mask.check(*sizes)
     return mask
 
@@ -421,7 +426,9 @@ def _ragged(
         )
     if torch.compiler.is_compiling():
         if max_q is None or max_k is None:
-            raise ValueError("under torch.compile pass max_seqlen_q and max_seqlen_k: they cannot be read from the tensors")
+            raise ValueError(
+                "under torch.compile pass max_seqlen_q and max_seqlen_k: they cannot be read from the tensors"
+            )
         return Ragged(cu_q, cu_k, max_q, max_k)
     if cu_q.device.type == "cpu" or max_q is None or max_k is None:  # on a GPU with both given, nothing is read back
         longest_q = _check_cu("cu_seqlens_q", cu_q, q.shape[0], max_q)
@@ -433,11 +440,11 @@ def _ragged(
 def _check_cu(name: str, cu: Tensor, total: int, longest: int | None) -> int:
     """The longest sequence; ValueError if the boundaries are not those of ``total`` rows."""
     ends = cu.tolist()
-    if ends[0] != 0 or ends[-1] > total or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+    if ends[0] != 0 or ends[-1] > total or any(b < a for a, b in pairwise(ends)):
         raise ValueError(
             f"{name} must start at 0, not decrease, and end at or before the {total} rows there are; got {ends}"
         )
-    most = max((b - a for a, b in zip(ends, ends[1:], strict=False)), default=0)
+    most = max((b - a for a, b in pairwise(ends)), default=0)
     if longest is not None and longest < most:
         raise ValueError(f"{name} has a sequence of {most} rows, more than its max_seqlen of {longest}")
     return most

@@ -20,9 +20,10 @@ from .request import Request
 
 AUTO = ("tiled",)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-FEATURES = frozenset(
-    "mask predicate bias bias_grad alibi softcap sinks dropout lse max_logits gqa dim_v varlen".split()
-)
+FEATURES = frozenset({
+    "mask", "predicate", "bias", "bias_grad", "alibi", "softcap", "sinks", "dropout", "lse", "max_logits",
+    "gqa", "dim_v", "varlen",
+})  # fmt: skip
 
 
 _HINTS = {"jvp": "backend='dense'"}
@@ -93,7 +94,9 @@ class Backend:
             reasons.append(Reason(f"runs on {' or '.join(self.devices)}, the tensors are on {r.device.type}"))
         if r.dtype not in self.dtypes:
             names = ", ".join(str(d).removeprefix("torch.") for d in self.dtypes)
-            reasons.append(Reason(f"does not take {str(r.dtype).removeprefix('torch.')}", f"cast q, k, v to one of {names}"))
+            reasons.append(
+                Reason(f"does not take {str(r.dtype).removeprefix('torch.')}", f"cast q, k, v to one of {names}")
+            )
         for feature, words in r.features().items():
             if feature not in self.features:
                 reasons.append(Reason(f"does not take {words}", self.hints.get(feature) or _HINTS.get(feature, "")))

@@ -261,9 +261,7 @@ class Lengths(Mask):
 
     def check(self, batch: int, heads: int, len_q: int, len_k: int) -> None:
         if self.lengths.shape != (batch,):
-            raise ValueError(
-                f"{self!r}: lengths must have shape (B,) = ({batch},), got {tuple(self.lengths.shape)}"
-            )
+            raise ValueError(f"{self!r}: lengths must have shape (B,) = ({batch},), got {tuple(self.lengths.shape)}")
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths]
@@ -326,8 +324,7 @@ class Documents(Mask):
         for name, ids, n in (("queries", self.q_ids, len_q), ("keys", self.k_ids, len_k)):
             if ids.shape not in ((1, n), (batch, n)):
                 raise ValueError(
-                    f"documents: the ids of the {name} must have shape ({n},) or ({batch}, {n}), "
-                    f"got {tuple(ids.shape)}"
+                    f"documents: the ids of the {name} must have shape ({n},) or ({batch}, {n}), got {tuple(ids.shape)}"
                 )
 
     def tensors(self) -> list[Tensor]:
@@ -443,7 +440,8 @@ class Predicate(Mask):
         if not isinstance(out, Tensor) or out.dtype != torch.bool:
             got = out.dtype if isinstance(out, Tensor) else type(out).__name__
             raise TypeError(
-                f"{self!r} must return a bool tensor built from b, h, i, j with arithmetic, comparisons and indexing; got {got}"
+                f"{self!r} must return a bool tensor built from b, h, i, j with arithmetic, comparisons and indexing; "
+                f"got {got}"
             )
         return out
 

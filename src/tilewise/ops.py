@@ -22,9 +22,9 @@ from .tilemap import visible_pairs
 
 _LIB = torch.library.Library("tilewise", "DEF")
 _COMMON = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi, Tensor? sinks, Tensor? rng, Tensor? cu_q, Tensor? cu_k, "
-    "SymInt max_q, SymInt max_k, float scale, float softcap, float dropout_p, bool want_max_logits, str backend, "
-    "SymInt[] mask_code, Tensor[] mask_tensors"
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi, Tensor? sinks, Tensor? rng, "
+    "Tensor? cu_q, Tensor? cu_k, SymInt max_q, SymInt max_k, float scale, float softcap, float dropout_p, "
+    "bool want_max_logits, str backend, SymInt[] mask_code, Tensor[] mask_tensors"
 )
 _LIB.define(f"forward({_COMMON}) -> (Tensor out, Tensor lse, Tensor max_logits, Tensor lse_low)")
 _LIB.define(

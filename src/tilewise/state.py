@@ -47,8 +47,8 @@ def empty(rows: tuple[int, ...], dim_v: int, *, dtype: torch.dtype, device: torc
 
 
 def pivot(m: Tensor) -> Tensor:
-    """What to subtract before ``exp``: m, or 0 where no key was seen (else -inf - (-inf) = NaN)."""
-    return torch.where(m == NEG_INF, 0.0, m)
+    """What to subtract before ``exp``: m, but finite where no key was seen (else -inf - (-inf) = NaN)."""
+    return m.clamp(min=torch.finfo(m.dtype).min)
 
 
 def fold(state: State, s: Tensor, v: Tensor) -> State:

@@ -27,7 +27,9 @@ class DenseBackend(Backend):
 
     def limits(self, r: Request) -> list[Reason]:
         if torch.compiler.is_compiling():
-            return [Reason("looks at values, which torch.compile cannot trace", "call it outside the compiled function")]
+            return [
+                Reason("looks at values, which torch.compile cannot trace", "call it outside the compiled function")
+            ]
         return []
 
     def forward(self, r: Request) -> Output:

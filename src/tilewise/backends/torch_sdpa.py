@@ -40,11 +40,15 @@ class SDPABackend(Backend):
     def limits(self, r: Request) -> list[Reason]:
         reasons = self._device_limits(r)
         if r.seeded:
-            reasons.append(Reason("draws its own dropout mask and cannot honour a seed", "leave seed= and generator= out"))
+            reasons.append(
+                Reason("draws its own dropout mask and cannot honour a seed", "leave seed= and generator= out")
+            )
         if r.mask is not None and r.bias is not None:
             reasons.append(Reason("takes a mask or a bias, not both", "put -inf into the bias where masked"))
         if r.mask is not None and not self._fits(r):
-            reasons.append(Reason(f"has no argument for {r.mask!r}, and no (Lq, Lk) tensor is built for it", "backend='tiled'"))
+            reasons.append(
+                Reason(f"has no argument for {r.mask!r}, and no (Lq, Lk) tensor is built for it", "backend='tiled'")
+            )
         elif not (reasons or r.ragged or torch.compiler.is_compiling()):
             reasons = self._ask(r)
         return reasons
@@ -71,9 +75,13 @@ class SDPABackend(Backend):
         causal = _is_causal(r)
         bias = None if r.bias is None else r.bias.to(r.dtype)
         mask = self._lower(r) if r.mask is not None and not causal else bias
-        return dict(
-            attn_mask=mask, dropout_p=r.dropout_p, is_causal=causal, scale=r.scale, enable_gqa=r.group != 1
-        )
+        return {
+            "attn_mask": mask,
+            "dropout_p": r.dropout_p,
+            "is_causal": causal,
+            "scale": r.scale,
+            "enable_gqa": r.group != 1,
+        }
 
     def _lower(self, r: Request) -> Tensor:
         assert isinstance(r.mask, Dense)
@@ -103,7 +111,9 @@ class TorchFlash(SDPABackend):
         if 0 in (r.batch, r.len_q, r.len_k):
             reasons.append(Reason("PyTorch's CPU flash kernel takes no empty tensors", "backend='tiled'"))
         if r.mask is not None and not r.scale > 0:  # it masks before it scales: -inf * 0 is NaN
-            reasons.append(Reason(f"PyTorch's CPU flash kernel gives NaN for a mask and scale {r.scale}", "backend='tiled'"))
+            reasons.append(
+                Reason(f"PyTorch's CPU flash kernel gives NaN for a mask and scale {r.scale}", "backend='tiled'")
+            )
         return reasons
 
     def _ask(self, r: Request) -> list[Reason]:

@@ -28,6 +28,16 @@ STATE_ULPS = 16.0  # plus so many roundings of the state dtype, and half a unit 
 FLOAT64 = 1e-12
 
 
+class Measured(NamedTuple):
+    """A quantity's error beside that of ``dense`` in the same dtype, and what the budget allows."""
+
+    error: float
+    dense_error: float
+    limit: float
+    ok: bool
+    note: str = ""
+
+
 class Verdict(NamedTuple):
     """One quantity of one problem. ``error`` and ``dense_error`` are root mean squares against fp64."""
 
@@ -46,26 +56,30 @@ class Verdict(NamedTuple):
 def judge(problem: Problem, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Verdict]:
     """Run one problem on a backend and on the judge. A refusal is one verdict that holds the reasons."""
     call = problem.make(Maker(problem.name, dtype, device))
-    head = (problem.name, problem.family, backend, str(dtype).removeprefix("torch."))
+
+    def verdict(quantity: str, measured: Measured) -> Verdict:
+        dtype_name = str(dtype).removeprefix("torch.")
+        return Verdict(problem.name, problem.family, backend, dtype_name, quantity, *measured)
+
     try:
         mine = evaluate(call, backend, dtype)
     except NotImplementedError as refusal:  # the dispatcher's answer, with every reason
-        return [Verdict(*head, "refused", 0.0, 0.0, 0.0, True, str(refusal))]
+        return [verdict("refused", Measured(0.0, 0.0, 0.0, True, str(refusal)))]
     if "lse" not in mine:  # judged on the loss that the backend can serve
         call.loss = tuple(x for x in call.loss if x != "lse")
     exact = evaluate(call, "dense", torch.float64)
     dense = evaluate(call, "dense", dtype)
     sizes = _cancelled(call, exact)
     return [
-        Verdict(*head, name, *compare(x, dense[name], exact[name], dtype, sizes.get(name, 0.0)))
-        for name, x in mine.items()
+        verdict(name, compare(x, dense[name], exact[name], dtype, sizes.get(name, 0.0))) for name, x in mine.items()
     ]
 
 
 def evaluate(call: Call, backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """All outputs and gradients of a call, by name."""
     leaves = {
-        name: x.detach().to(dtype, copy=True).requires_grad_(call.needs is None or name in call.needs) for name, x in call.tensors.items()
+        name: x.detach().to(dtype, copy=True).requires_grad_(call.needs is None or name in call.needs)
+        for name, x in call.tensors.items()
     }
     args = {name: call.views[name](x) if name in call.views else x for name, x in leaves.items()}
     out, lse, top = _call(args, call, backend)
@@ -127,18 +141,17 @@ def _cancelled(call: Call, exact: dict[str, Tensor]) -> dict[str, float]:
     return {name: float(delta * size) for name, size in sizes.items() if size == size}
 
 
-def compare(
-    x: Tensor, dense: Tensor, exact: Tensor, dtype: torch.dtype, cancelled: float = 0.0
-) -> tuple[float, float, float, bool, str]:
-    """(error, dense error, limit, passed, note) of a quantity, all given in fp64."""
+def compare(x: Tensor, dense: Tensor, exact: Tensor, dtype: torch.dtype, cancelled: float = 0.0) -> Measured:
+    """A quantity against its exact value and that of ``dense`` in ``dtype``, all given in fp64."""
     if x.shape != exact.shape:
-        return float("inf"), 0.0, 0.0, False, f"shape {tuple(x.shape)}, expected {tuple(exact.shape)}"
+        note = f"shape {tuple(x.shape)}, expected {tuple(exact.shape)}"
+        return Measured(float("inf"), 0.0, 0.0, False, note)
     finite = torch.isfinite(exact)
     agree = (x == exact) | (x.isnan() & exact.isnan())
     if not bool((finite | agree).all()):
-        return float("inf"), 0.0, 0.0, False, "differs where the exact value is not finite"
+        return Measured(float("inf"), 0.0, 0.0, False, "differs where the exact value is not finite")
     if not bool(finite.any()):
-        return 0.0, 0.0, 0.0, True, ""
+        return Measured(0.0, 0.0, 0.0, True)
     err, base, exact = ((t - exact)[finite] for t in (x, dense, torch.zeros_like(exact)))
     if dtype == torch.float64:
         floor = FLOAT64
@@ -147,8 +160,8 @@ def compare(
     floor *= 1 + 8 / err.numel() ** 0.5
     error, limit = _rms(err), SLACK * _rms(base) + floor * (_rms(exact) + cancelled)
     if not error <= limit:  # a NaN fails
-        return error, _rms(base), limit, False, f"root mean square error {error:.3g} is over {limit:.3g}"
-    return error, _rms(base), limit, True, ""
+        return Measured(error, _rms(base), limit, False, f"root mean square error {error:.3g} is over {limit:.3g}")
+    return Measured(error, _rms(base), limit, True)
 
 
 def _rms(x: Tensor) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ def qkv(m: Maker, b: int, h: int, lq: int, lk: int, d: int, *, dv: int | None = 
     }
 
 
+def plain(sizes: tuple[int, int, int, int, int], options: dict[str, Any], **how: Any) -> Callable[[Maker], Call]:
+    """The recipe of a call on ``qkv(m, *sizes, **how)`` and nothing more."""
+    return lambda m: Call(qkv(m, *sizes, **how), dict(options))
+
+
 def problems(quick: bool = False) -> list[Problem]:
     """All problems; ``quick`` keeps the first two of each family."""
     every = [p for source in (_masks, _bands, _strides, _sizes, _biases, _ragged, _numbers) for p in source()]
@@ -93,7 +99,7 @@ def _masks() -> Iterator[Problem]:
         return Call(t, {"mask": keep})
 
     for kind in ("one row", "all heads but one", "additive"):
-        yield Problem(f"A1 row with no key: {kind}", "A1", lambda m, kind=kind: empty_row(m, kind))
+        yield Problem(f"A1 row with no key: {kind}", "A1", partial(empty_row, kind=kind))
 
     def behind(m: Maker, kind: str) -> Call:
         t = qkv(m, 1, 1, 2, 4, 4) if kind != "padding" else qkv(m, 2, 2, 9, 70, 8)
@@ -114,7 +120,7 @@ def _masks() -> Iterator[Problem]:
         return Call(t, {"mask": keep})
 
     for kind in ("nan", "inf", "padding", "causal", "query"):
-        yield Problem(f"A2 not a number behind a mask: {kind}", "A2", lambda m, kind=kind: behind(m, kind))
+        yield Problem(f"A2 not a number behind a mask: {kind}", "A2", partial(behind, kind=kind))
 
     def finite_minimum(m: Maker, twice: bool) -> Call:
         low = torch.zeros(2, 3, dtype=m.dtype)
@@ -128,7 +134,7 @@ def _masks() -> Iterator[Problem]:
     yield Problem("A3 finite minimum is literal", "A3", lambda m: finite_minimum(m, False))
     yield Problem("A3 sum of two minima excludes", "A3", lambda m: finite_minimum(m, True))
 
-    yield Problem("A4 first tiles empty: band", "A4", lambda m: Call(qkv(m, 1, 1, 640, 640, 16), {"mask": masks.window(9, 0)}))
+    yield Problem("A4 first tiles empty: band", "A4", plain((1, 1, 640, 640, 16), {"mask": masks.window(9, 0)}))
 
     def first_columns(m: Maker) -> Call:
         keep = torch.ones(1, 1, 1, 441, dtype=torch.bool, device=m.device)
@@ -151,7 +157,7 @@ def _masks() -> Iterator[Problem]:
         return Call({"q": q, "k": k, "v": m.randn(1, 2, lk, d)}, {"mask": mask})
 
     for lq, lk in ((64, 64), (192, 192), (1000, 1000), (1216, 1216), (1280, 1280), (1, 128)):
-        yield Problem(f"A6 very negative lse: {lq} x {lk}", "A6", lambda m, a=lq, b=lk: very_negative(m, a, b, None))
+        yield Problem(f"A6 very negative lse: {lq} x {lk}", "A6", partial(very_negative, lq=lq, lk=lk, mask=None))
     yield Problem("A6 very negative lse: causal", "A6", lambda m: very_negative(m, 129, 129, masks.causal()))
     yield Problem(
         "A6 very negative lse: all True",
@@ -163,32 +169,24 @@ def _masks() -> Iterator[Problem]:
 def _bands() -> Iterator[Problem]:
     for lq, lk in ((1, 8), (2, 5), (5, 2), (5, 6), (16, 1), (129, 64)):
         for align in ("top_left", "bottom_right"):
-            yield Problem(
-                f"B1 causal {align} {lq} x {lk}",
-                "B1",
-                lambda m, lq=lq, lk=lk, align=align: Call(qkv(m, 2, 4, lq, lk, 8, kv=2), {"mask": masks.causal(align)}),
-            )
+            recipe = plain((2, 4, lq, lk, 8), {"mask": masks.causal(align)}, kv=2)
+            yield Problem(f"B1 causal {align} {lq} x {lk}", "B1", recipe)
     for left, right in ((0, 0), (1, 0), (2, 3), (4, 0), (None, 1), (1, None)):
-        yield Problem(
-            f"B2 window {left}, {right}",
-            "B2",
-            lambda m, left=left, right=right: Call(qkv(m, 1, 1, 4, 4, 4), {"mask": masks.window(left, right)}),
-        )
+        recipe = plain((1, 1, 4, 4, 4), {"mask": masks.window(left, right)})
+        yield Problem(f"B2 window {left}, {right}", "B2", recipe)
     yield Problem(
         "B2 window on the decoding diagonal",
         "B2",
-        lambda m: Call(qkv(m, 1, 2, 33, 150, 8), {"mask": masks.causal("bottom_right") & masks.window(20, 0)}),
+        plain((1, 2, 33, 150, 8), {"mask": masks.causal("bottom_right") & masks.window(20, 0)}),
     )
-    yield Problem("B2 prefix", "B2", lambda m: Call(qkv(m, 2, 2, 90, 90, 8), {"mask": masks.prefix_lm(torch.tensor([40, 0]))}))
+    yield Problem("B2 prefix", "B2", plain((2, 2, 90, 90, 8), {"mask": masks.prefix_lm(torch.tensor([40, 0]))}))
+
+    def softcapped(m: Maker, cap: float) -> Call:
+        t = {**qkv(m, 1, 2, 70, 70, 16, scale=3), "bias": m.randn(1, 2, 70, 70)}
+        return Call(t, {"softcap": cap, "mask": masks.causal()})
+
     for cap in (1.0, 15.0):
-        yield Problem(
-            f"B3 softcap {cap}",
-            "B3",
-            lambda m, cap=cap: Call(
-                {**qkv(m, 1, 2, 70, 70, 16, scale=3), "bias": m.randn(1, 2, 70, 70)},
-                {"softcap": cap, "mask": masks.causal()},
-            ),
-        )
+        yield Problem(f"B3 softcap {cap}", "B3", partial(softcapped, cap=cap))
     yield Problem("B4 sinks", "B4", lambda m: Call({**qkv(m, 1, 2, 3, 3, 4), "sinks": m.randn(2)}))
     yield Problem("B4 sinks, no keys", "B4", lambda m: Call({**qkv(m, 1, 2, 3, 0, 4), "sinks": m.randn(2)}))
     yield Problem(
@@ -208,17 +206,15 @@ def _strides() -> Iterator[Problem]:
     }
     for name, view in layouts.items():
         for which in ("q", "k", "v"):
-            yield Problem(
-                f"C1 {name}: {which}",
-                "C1",
-                lambda m, view=view, which=which: Call(
-                    qkv(m, 2, 3, 37, 45, 8), {"mask": masks.causal()}, views={which: view}
-                ),
-            )
+            yield Problem(f"C1 {name}: {which}", "C1", partial(_viewed, which=which, view=view))
     for which, shape in (("k", (1, 1, 45, 8)), ("v", (2, 1, 1, 8)), ("q", (1, 3, 37, 8))):
-        yield Problem(f"C1 expanded: {which}", "C1", lambda m, w=which, s=shape: _expanded(m, w, s))
+        yield Problem(f"C1 expanded: {which}", "C1", partial(_expanded, which=which, shape=shape))
     for lk in (43, 361, 5):
-        yield Problem(f"C3 bias at an odd offset, {lk} keys", "C3", lambda m, lk=lk: _odd_bias(m, lk))
+        yield Problem(f"C3 bias at an odd offset, {lk} keys", "C3", partial(_odd_bias, lk=lk))
+
+
+def _viewed(m: Maker, which: str, view: View) -> Call:
+    return Call(qkv(m, 2, 3, 37, 45, 8), {"mask": masks.causal()}, views={which: view})
 
 
 def _expanded(m: Maker, which: str, shape: tuple[int, ...]) -> Call:
@@ -236,44 +232,37 @@ def _odd_bias(m: Maker, lk: int) -> Call:
 
 def _sizes() -> Iterator[Problem]:
     for d in (1, 3, 8, 40, 63, 72, 80, 96, 100, 128, 160, 192, 256, 512):
-        yield Problem(f"D1 head dim {d}", "D1", lambda m, d=d: Call(qkv(m, 1, 2, 33, 47, d), {"mask": masks.causal()}))
+        yield Problem(f"D1 head dim {d}", "D1", plain((1, 2, 33, 47, d), {"mask": masks.causal()}))
     for n in (1, 7, 63, 64, 65, 127, 129):
-        yield Problem(f"D1 length {n}", "D1", lambda m, n=n: Call(qkv(m, 1, 2, n, n, 16), {"mask": masks.causal()}))
+        yield Problem(f"D1 length {n}", "D1", plain((1, 2, n, n, 16), {"mask": masks.causal()}))
     for group in (1, 2, 3, 8):
-        yield Problem(
-            f"D2 {group} query heads a key head, Dv != D",
-            "D2",
-            lambda m, g=group: Call(qkv(m, 2, 2 * g, 65, 50, 16, dv=24, kv=2), {"mask": masks.causal("bottom_right")}),
-        )
+        recipe = plain((2, 2 * group, 65, 50, 16), {"mask": masks.causal("bottom_right")}, dv=24, kv=2)
+        yield Problem(f"D2 {group} query heads a key head, Dv != D", "D2", recipe)
     for b, lq, lk in ((0, 3, 4), (2, 0, 4), (2, 3, 0), (2, 0, 0)):
-        yield Problem(f"D3 batch {b}, {lq} x {lk}", "D3", lambda m, b=b, lq=lq, lk=lk: Call(qkv(m, b, 2, lq, lk, 8)))
+        yield Problem(f"D3 batch {b}, {lq} x {lk}", "D3", plain((b, 2, lq, lk, 8), {}))
+
+    def masked(m: Maker, shape: tuple[int, ...]) -> Call:
+        return Call(qkv(m, 3, 2, 5, 6, 8), {"mask": m.coin(*shape, p=0.7)})
+
     for shape in ((5, 6), (1, 6), (3, 1, 1, 6), (3, 1, 5, 6), (3, 2, 5, 6), (1, 2, 5, 1)):
-        yield Problem(
-            f"D4 mask of shape {shape}",
-            "D4",
-            lambda m, s=shape: Call(qkv(m, 3, 2, 5, 6, 8), {"mask": m.coin(*s, p=0.7)}),
-        )
+        yield Problem(f"D4 mask of shape {shape}", "D4", partial(masked, shape=shape))
 
 
 def _biases() -> Iterator[Problem]:
+    def needing(m: Maker, needs: tuple[str, ...]) -> Call:
+        t = {**qkv(m, 1, 2, 9, 11, 4), "bias": m.randn(1, 2, 9, 11), "sinks": m.randn(2)}
+        return Call(t, {"mask": masks.causal()}, needs=needs)
+
     everything = ("q", "k", "v", "bias", "sinks")
     for n in range(1, 2 ** len(everything)):
         needs = tuple(x for i, x in enumerate(everything) if n >> i & 1)
-        yield Problem(
-            f"E1 gradients of {' '.join(needs)}",
-            "E1",
-            lambda m, needs=needs: Call(
-                {**qkv(m, 1, 2, 9, 11, 4), "bias": m.randn(1, 2, 9, 11), "sinks": m.randn(2)},
-                {"mask": masks.causal()},
-                needs=needs,
-            ),
-        )
+        yield Problem(f"E1 gradients of {' '.join(needs)}", "E1", partial(needing, needs=needs))
+
+    def biased(m: Maker, shape: tuple[int, ...]) -> Call:
+        return Call({**qkv(m, 3, 2, 30, 40, 8), "bias": m.randn(*shape)}, {"mask": masks.causal()})
+
     for shape in ((1, 1, 30, 40), (30, 40), (1, 2, 1, 40), (3, 1, 30, 1), (3, 1, 1, 40), (3, 2, 30, 40), (1, 1, 1, 1)):
-        yield Problem(
-            f"E2 gradient of a bias of shape {shape}",
-            "E2",
-            lambda m, s=shape: Call({**qkv(m, 3, 2, 30, 40, 8), "bias": m.randn(*s)}, {"mask": masks.causal()}),
-        )
+        yield Problem(f"E2 gradient of a bias of shape {shape}", "E2", partial(biased, shape=shape))
 
     def gathered(m: Maker) -> Call:
         table = m.randn(2, 2 * 40)
@@ -287,24 +276,31 @@ def _biases() -> Iterator[Problem]:
         return Call({**qkv(m, 2, 2, 30, 40, 8), "bias": bias})
 
     yield Problem("E2 -inf inside a trainable bias", "E2", minus_inf)
-    for batch in (1, 2):
-        yield Problem(
-            f"E2 ALiBi, slopes of {batch} batch entries",
-            "E2",
-            lambda m, batch=batch: Call(
-                {**qkv(m, 2, 4, 33, 70, 8, kv=2), "alibi": m.exact(m.randn(*((batch, 4) if batch > 1 else (4,))).abs())},
-                {"mask": masks.causal("bottom_right")},
-            ),
-        )
+
+    def sloped(m: Maker, shape: tuple[int, ...]) -> Call:
+        t = {**qkv(m, 2, 4, 33, 70, 8, kv=2), "alibi": m.exact(m.randn(*shape).abs())}
+        return Call(t, {"mask": masks.causal("bottom_right")})
+
+    yield Problem("E2 ALiBi, slopes of 1 batch entries", "E2", partial(sloped, shape=(4,)))
+    yield Problem("E2 ALiBi, slopes of 2 batch entries", "E2", partial(sloped, shape=(2, 4)))
+
+    def with_loss(m: Maker, loss: tuple[str, ...]) -> Call:
+        return Call(qkv(m, 2, 2, 33, 40, 8), {"mask": masks.causal()}, loss=loss)
+
     for loss in (("out",), ("lse",), ("out", "lse")):
-        yield Problem(
-            f"E3 loss on {' and '.join(loss)}",
-            "E3",
-            lambda m, loss=loss: Call(qkv(m, 2, 2, 33, 40, 8), {"mask": masks.causal()}, loss=loss),
-        )
+        yield Problem(f"E3 loss on {' and '.join(loss)}", "E3", partial(with_loss, loss=loss))
 
 
 def _ragged() -> Iterator[Problem]:
+    def packed(m: Maker, ends: tuple[list[int], list[int]], rows: tuple[int, int], mask: masks.Mask | None) -> Call:
+        tq, tk = rows
+        cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=m.device) for x in ends)
+        return Call(
+            {"q": m.randn(tq, 4, 8), "k": m.randn(tk, 2, 8), "v": m.randn(tk, 2, 5), "sinks": m.randn(4)},
+            {"mask": mask, "dropout_p": 0.2, "seed": 3},
+            cu=(cu_q, cu_k),
+        )
+
     cases = {
         "F1 slack rows": ([0, 2, 5], [0, 3, 5], 7, 8),
         "F2 empty sequences": ([0, 0, 3, 5, 5], [0, 2, 4, 5, 8], 5, 8),
@@ -313,45 +309,30 @@ def _ragged() -> Iterator[Problem]:
     }
     for name, (cu_q, cu_k, tq, tk) in cases.items():
         for what, mask in (("full", None), ("causal", masks.causal()), ("decoding", masks.causal("bottom_right"))):
-            yield Problem(
-                f"{name}: {what}",
-                name[:2],
-                lambda m, a=cu_q, b=cu_k, tq=tq, tk=tk, mask=mask: Call(
-                    {"q": m.randn(tq, 4, 8), "k": m.randn(tk, 2, 8), "v": m.randn(tk, 2, 5), "sinks": m.randn(4)},
-                    {"mask": mask, "dropout_p": 0.2, "seed": 3},
-                    cu=tuple(torch.tensor(x, dtype=torch.int32, device=m.device) for x in (a, b)),  # type: ignore[arg-type]
-                ),
-            )
+            recipe = partial(packed, ends=(cu_q, cu_k), rows=(tq, tk), mask=mask)
+            yield Problem(f"{name}: {what}", name[:2], recipe)
 
 
 def _numbers() -> Iterator[Problem]:
     for scale in (0.0, -0.5, 1e-8, 50.0, float("nan")):
-        yield Problem(
-            f"G1 scale {scale}",
-            "G1",
-            lambda m, s=scale: Call(qkv(m, 1, 2, 20, 30, 8, scale=0.3), {"scale": s, "mask": masks.causal()}),
-        )
+        recipe = plain((1, 2, 20, 30, 8), {"scale": scale, "mask": masks.causal()}, scale=0.3)
+        yield Problem(f"G1 scale {scale}", "G1", recipe)
     for size, length in ((5, 240), (10, 240), (5, 1024)):
-        yield Problem(
-            f"G2 inputs of size {size}, {length} keys",
-            "G2",
-            lambda m, size=size, n=length: Call(qkv(m, 1, 1, n, n, 128, scale=size)),
-        )
-    for name, options in {
+        recipe = plain((1, 1, length, length, 128), {}, scale=size)
+        yield Problem(f"G2 inputs of size {size}, {length} keys", "G2", recipe)
+    dropouts: dict[str, dict[str, Any]] = {
         "causal": {"mask": masks.causal()},
         "grouped": {},
         "p=1": {"dropout_p": 1.0},
         "p=0": {"dropout_p": 0.0},
-    }.items():
-        yield Problem(
-            f"G4 dropout, {name}",
-            "G4",
-            lambda m, options=options: Call(qkv(m, 2, 4, 80, 80, 8, kv=2), {"dropout_p": 0.3, "seed": 11, **options}),
-        )
+    }
+    for name, options in dropouts.items():
+        recipe = plain((2, 4, 80, 80, 8), {"dropout_p": 0.3, "seed": 11, **options}, kv=2)
+        yield Problem(f"G4 dropout, {name}", "G4", recipe)
     yield Problem(
         "G6 documents",
         "G6",
-        lambda m: Call(qkv(m, 2, 2, 100, 100, 8), {"mask": masks.documents(torch.arange(100) // 13) & masks.causal()}),
+        plain((2, 2, 100, 100, 8), {"mask": masks.documents(torch.arange(100) // 13) & masks.causal()}),
     )
     yield Problem(
         "G6 everything at once",

@@ -1,0 +1,44 @@
+# make demo   the main job on real input          make test   everything CI runs
+# make gpu    the suite and the benchmark on a CUDA machine
+#
+# Each creates .venv and installs what it needs. PYTHON=python3 VENV= uses that interpreter as it is.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(if $(VENV),$(VENV)/bin/,)
+PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+READY := $(if $(VENV),$(VENV)/ready,)
+# Two processes with a thread each: two OpenMP threads that wait for each other on busy cores crawl.
+WORKERS ?= 2
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE = 1
+
+.PHONY: demo test lint unit examples bench-cpu clean
+
+demo: $(READY)
+	$(BIN)tilewise demo
+
+test: lint unit
+
+lint: $(READY)
+	$(BIN)ruff check .
+	$(BIN)ruff format --check .
+	$(BIN)mypy
+
+unit: $(READY)
+	$(PY) -m pytest -n $(WORKERS)
+
+bench-cpu: $(READY)
+	OMP_NUM_THREADS=2 $(PY) benchmarks/cpu.py
+
+ifneq ($(VENV),)
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --upgrade "pip>=25.1"
+	$(VENV)/bin/python -m pip install -q -c constraints.txt torch
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[cli,plots,transformers]' --group test --group lint --group models
+	touch $@
+endif
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,57 @@
+"""The backend ``triton``: the algorithm of ``tiled`` as Triton kernels, for any GPU that Triton compiles for.
+
+This module imports without Triton; the kernels are imported when the first request runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+
+import torch
+
+from ...dispatch import Backend, Grads, Output, Reason, Saved
+from ...request import Request
+from . import config
+
+MAX_DIM = config.BUCKETS[-1]
+
+
+class TritonBackend(Backend):
+    name = "triton"
+    summary = "portable GPU kernels in Triton, every feature, forward and backward; NVIDIA from sm_80, AMD"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+
+    def limits(self, r: Request) -> list[Reason]:
+        reasons = []
+        if not _has_triton():
+            return [Reason("needs Triton, which is not installed", "pip install triton")]
+        if r.device.type != "cuda" and not (config.interpreting() and r.device.type == "cpu"):
+            fix = "move the tensors to a GPU, or backend='tiled'; TRITON_INTERPRET=1 runs the kernels on a CPU, slowly"
+            reasons.append(Reason(f"runs on GPUs (cuda, ROCm), the tensors are on {r.device.type}", fix))
+        elif r.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(r.device) < (8, 0):
+            reasons.append(Reason("needs an NVIDIA GPU of compute capability 8.0 or newer", "backend='tiled'"))
+        if max(r.dim, r.dim_v) > MAX_DIM:
+            reasons.append(Reason(f"takes head dims up to {MAX_DIM}, got {r.dim} and {r.dim_v}", "backend='tiled'"))
+        from .lower import untranslatable
+
+        return reasons + [Reason(why, "backend='tiled'") for why in untranslatable(r.mask)]
+
+    def forward(self, r: Request) -> Output:
+        from .forward import forward
+
+        return forward(r)
+
+    def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
+        from .backward import backward
+
+        return backward(r, saved, needs)
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def backends() -> list[Backend]:
+    return [TritonBackend()]

@@ -1,0 +1,201 @@
+"""The forward kernel: a tile of queries stays, tiles of keys and values stream past, as in ``tiled``.
+
+One program a (query tile, query head, batch entry). Full tiles come first and take no mask arithmetic, then the
+masked ones. Masked values are multiplied by a P of 0, which hides everything but NaN and inf; so should the
+accumulator end up not finite, the program starts anew with a product that is careful (and slow). What is usual
+pays one comparison a program for it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...dispatch import Output
+from ...request import NEG_INF, Request
+from .config import FORWARD
+from .launch import Problem, on_device
+from .primitives import (
+    FOLDED,
+    INF,
+    LN2,
+    NATURAL,
+    any_odd,
+    careful_dot,
+    dot,
+    exp_scores,
+    exp_unit,
+    head_base,
+    kept,
+    load_tile,
+    offset64,
+    scores,
+    sequence,
+    store_tile,
+    survives,
+    unflatten,
+    visited,
+    visits,
+)
+
+
+@triton.jit
+def fold(
+    m_i, l_i, acc, q, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+    bias, bias_strides, slope, rng, threshold, m,
+    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """``state.fold`` of keys j0 .. j0 + BLOCK_N: the new (m, l, acc)."""
+    i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    j = j0 + tl.arange(0, BLOCK_N)[None, :]
+    k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
+    s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
+    s, _ = scores(s, i, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
+    if MASKED:
+        keep = kept(b, h, i, j, len_q, len_k, m, KEEP)
+        s = tl.where(keep, s, -INF)
+
+    top = tl.max(s, 1)
+    if UNIT == FOLDED:
+        top = top * qk_scale
+    m_new = tl.maximum(m_i, top)
+    base = tl.where(m_new == -INF, 0.0, m_new)  # finite pivot: a row without keys would give -inf - (-inf)
+    alpha = exp_unit(m_i - base, UNIT)
+    p = exp_scores(s, base[:, None], qk_scale, UNIT)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    if rng is not None:  # the denominator is that of all keys
+        p = tl.where(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N), p, 0.0)
+    v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
+    if CAREFUL:
+        if bias is not None:
+            keep = keep & (s != -INF)
+        acc = careful_dot(acc, p, keep, v, BLOCK_N, UPCAST, PRECISION)
+    else:
+        acc = dot(p.to(v.dtype), v, acc, UPCAST, PRECISION)
+    return m_new, l_i, acc
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
+def forward_kernel(
+    q, k, v, o, lse, low, top, qs, ks, vs, os, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group, pairs, section,
+    qk_scale, cap, bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight,
+    lists, list_strides, m,
+    KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o (M, Dv) and the statistics of one tile of queries."""
+    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE)
+    first_q, len_q = sequence(b, cu_q, len_q)
+    first_k, len_k = sequence(b, cu_k, len_k)
+    i0 = tile * BLOCK_M
+    if i0 >= len_q:
+        return
+    bh = b * heads + h
+    q_base = head_base(q, qs, b, h, first_q)
+    k_base = head_base(k, ks, b, h // group, first_k)
+    v_base = head_base(v, vs, b, h // group, first_k)
+    slope = None
+    if bias is not None:
+        bias += offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
+    if alibi is not None:
+        slope = tl.load(alibi + b * alibi_strides[0] + h * alibi_strides[1]).to(tl.float32)
+        if UNIT != NATURAL:
+            slope = slope / LN2
+
+    where, n_full, n_all, full, first = visits(
+        b, h, tile, i0, len_q, len_k, len_q, len_k, lists, list_strides, m, REACH, BLOCK_M, BLOCK_N
+    )
+    q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)  # (M, D)
+    m_i = tl.full([BLOCK_M], -INF, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for t in range(0, n_full):
+        j0 = visited(t, where, n_full, full, first) * BLOCK_N
+        m_i, l_i, acc = fold(
+            m_i, l_i, acc, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+            bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False,
+        )  # fmt: skip
+    for t in range(n_full, n_all):
+        j0 = visited(t, where, n_full, full, first) * BLOCK_N
+        m_i, l_i, acc = fold(
+            m_i, l_i, acc, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+            bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, False,
+        )  # fmt: skip
+    rows = i0 + tl.arange(0, BLOCK_M)
+    inside = rows < len_q
+    if KEEP is not None or bias is not None:
+        if any_odd(acc, inside):
+            m_i = tl.full([BLOCK_M], -INF, tl.float32)
+            l_i = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            for t in tl.range(0, n_all, num_stages=1):
+                j0 = visited(t, where, n_full, full, first) * BLOCK_N
+                m_i, l_i, acc = fold(
+                    m_i, l_i, acc, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+                    bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                    UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, True,
+                )  # fmt: skip
+
+    to_natural = 1.0 if UNIT == NATURAL else LN2
+    at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q + rows
+    if top is not None:  # a maximum passes NaN by, the sum does not
+        tl.store(top + at, tl.where((l_i != l_i) & (m_i != INF), l_i, m_i * to_natural), mask=inside)
+    if sinks is not None:  # ``state.with_sink``: a key of this score whose value is 0
+        sink = tl.load(sinks + h).to(tl.float32) / to_natural
+        m_new = tl.maximum(m_i, sink)
+        base = tl.where(m_new == -INF, 0.0, m_new)
+        alpha = exp_unit(m_i - base, UNIT)
+        l_i = l_i * alpha + exp_unit(sink - base, UNIT)
+        acc = acc * alpha[:, None]
+        m_i = m_new
+    none = l_i == 0
+    pivot = tl.where(m_i == -INF, 0.0, m_i) * to_natural
+    log_l = tl.log(tl.where(none, 1.0, l_i))
+    row_lse = tl.where(none, -INF, pivot + log_l)
+    tl.store(lse + at, row_lse, mask=inside)
+    if low is not None:
+        rest = log_l - (row_lse - pivot)
+        fine = (tl.abs(row_lse) < INF) & (tl.abs(rest) < INF)
+        tl.store(low + at, tl.where(fine, rest, 0.0), mask=inside)
+    weight = survivor_weight / tl.where(none, 1.0, l_i)
+    out = tl.where(none[:, None], 0.0, acc * weight[:, None])
+    o_base = head_base(o, os, b, h, first_q)
+    store_tile(o_base, i0, len_q, os, out, BLOCK_M, DV, BLOCK_DV, WIDE)
+
+
+def forward(r: Request) -> Output:
+    """Launch the forward."""
+    p = Problem(r)
+    o = Output(r.new_out(), r.new_stats(), r.new_stats() if r.want_max_logits else None, r.new_stats() if r.keeps_low else None)
+    if p.ragged:  # rows that belong to no sequence
+        o.out.zero_()
+        for x, empty in ((o.lse, NEG_INF), (o.max_logits, NEG_INF), (o.lse_low, 0.0)):
+            if x is not None:
+                x.fill_(empty)
+    pairs = r.batch * r.heads
+    if pairs == 0 or r.len_q == 0:
+        return o
+    cfg = p.config(FORWARD)
+    tiles = -(-r.len_q // cfg.block_m)
+    assert o.lse is not None
+    with on_device(r):
+        lists, list_strides = p.lists(cfg)
+        forward_kernel[(tiles * pairs,)](
+            r.q, r.k, r.v, o.out, o.lse, o.lse_low, o.max_logits,
+            p.strides(r.q), p.strides(r.k), p.strides(r.v), p.strides(o.out), p.stat_strides(o.lse),
+            p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs, min(p.section(), pairs),
+            p.qk_scale, p.cap, *p.bias_args(), *p.alibi_args(), r.sinks, *p.dropout_args(),
+            lists, list_strides, p.mask_args,
+            KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim, DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n,
+            BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit, SOFTCAP=r.softcap is not None,
+            REVERSE=p.mask.longest_first, WIDE=p.wide(r.q, r.k, r.v, o.out), UPCAST=p.upcast, PRECISION="ieee",
+            num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+        )  # fmt: skip
+    return o

@@ -1,0 +1,136 @@
+"""From a Request to kernel arguments that the forward and the backward share, and the launch of the lists."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...masks import Mask
+from ...philox import threshold
+from ...request import Request
+from . import config
+from .config import Config
+from .lists import classify_kernel, compact_kernel
+from .lower import Lowered, lower
+from .primitives import FOLDED, LOG2, NATURAL
+
+LOG2E = math.log2(math.e)
+_L2_BYTES = 16 * 2**20  # keys and values that one section of heads may hold: well inside 40 to 50 MB
+
+
+class Problem:
+    """A request as the kernels see it: strides, units and lowered mask."""
+
+    def __init__(self, r: Request):
+        self.r = r
+        self.ragged = r.ragged is not None
+        self.cu_q, self.cu_k = (None, None) if r.ragged is None else (r.ragged.cu_q, r.ragged.cu_k)
+        self.gpu = config.generation(r.device)
+        self.mask, self.mask_args = lower(r.mask)
+        self.mask_args = tuple(x.to(r.device) if isinstance(x, Tensor) and x.device != r.device else x for x in self.mask_args)
+        self.half = r.dtype != torch.float32
+        self.unit = self._unit()
+        self.block_d, self.block_dv = config.bucket(r.dim), config.bucket(r.dim_v)
+        self.upcast = self.gpu == config.INTERPRETER and r.dtype == torch.bfloat16
+        to_unit = 1.0 if self.unit == NATURAL.value else LOG2E
+        if r.softcap is not None:
+            self.qk_scale, self.cap = r.scale / r.softcap, r.softcap * to_unit
+        else:
+            self.qk_scale, self.cap = r.scale * to_unit, 0.0
+
+    def _unit(self) -> int:
+        r = self.r
+        if not self.half or r.bias is not None:
+            return NATURAL.value
+        plain = r.alibi is None and r.softcap is None and r.scale > 0
+        return FOLDED.value if plain else LOG2.value
+
+    def config(self, direction: str) -> Config:
+        r = self.r
+        extra = r.bias is not None or r.softcap is not None or r.dropout_p > 0
+        return config.choose(direction, self.block_d, self.block_dv, self.half, extra, self.gpu)
+
+    def strides(self, x: Tensor) -> tuple[int, ...]:
+        """(batch, head, row, channel)."""
+        if not self.ragged:
+            return x.stride()
+        return 0, x.stride(1), x.stride(0), x.stride(2)
+
+    def stat_strides(self, x: Tensor) -> tuple[int, ...]:
+        """(batch, head) of a row statistic; its rows are contiguous."""
+        return (0, x.stride(0)) if self.ragged else (x.stride(0), x.stride(1))
+
+    def wide(self, *tensors: Tensor | None) -> bool:
+        """Whether offsets within a tile can pass 2**31."""
+        rows = 256
+        for x in tensors:
+            if x is not None:
+                _, _, row, channel = self.strides(x)
+                if rows * abs(row) + x.shape[-1] * abs(channel) >= 2**31:
+                    return True
+        return False
+
+    def bias_args(self) -> tuple[Any, tuple[int, ...]]:
+        x = self.r.bias
+        return (None, (0, 0, 0, 0)) if x is None else (x, broadcast_strides(x))
+
+    def alibi_args(self) -> tuple[Any, tuple[int, ...]]:
+        x = self.r.alibi
+        return (None, (0, 0)) if x is None else (x, broadcast_strides(x))
+
+    def dropout_args(self) -> tuple[Any, int, float]:
+        """rng, threshold as the int32 of its bits, weight of a survivor."""
+        r = self.r
+        if r.dropout_p == 0:
+            return None, 0, 1.0
+        bits = min(threshold(r.dropout_p), 2**32 - 1)
+        return r.rng, bits - 2**32 if bits >= 2**31 else bits, 1 / (1 - r.dropout_p) if r.dropout_p < 1 else 0.0
+
+    def section(self) -> int:
+        """How many (batch, head) pairs are worked on at a time, so that their keys and values stay in L2."""
+        r = self.r
+        if not self.mask.longest_first:
+            return 1
+        each = max(r.len_k * (r.dim + r.dim_v) * r.q.element_size(), 1)
+        return max(1, _L2_BYTES // each) * r.group
+
+    def lists(self, cfg: Config, column: bool = False) -> tuple[Tensor | None, tuple[int, ...]]:
+        """Tiles to visit for each tile of queries (``column``: of keys), and strides over (batch, head, tile)."""
+        if self.mask.verdict is None:
+            return None, (0, 0, 0)
+        return tile_lists(self.r, self.mask, self.mask_args, cfg, column)
+
+
+def broadcast_strides(x: Tensor) -> tuple[int, ...]:
+    return tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def tile_lists(r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool) -> tuple[Tensor, tuple[int, ...]]:
+    """``lists.py``, launched."""
+    rows, cols = -(-r.len_q // cfg.block_m), -(-r.len_k // cfg.block_n)
+    nb = r.batch if mask.by_batch or r.ragged is not None else 1
+    nh = r.heads if mask.by_head else 1
+    n, others = (rows, cols) if column else (cols, rows)
+    step, row_step = (cols, 1) if column else (1, cols)
+    table = torch.empty(nb, nh, rows, cols, dtype=torch.int8, device=r.device)
+    lists = torch.empty(nb, nh, others, n + 2, dtype=torch.int32, device=r.device)
+    cu_q, cu_k = (None, None) if r.ragged is None else (r.ragged.cu_q, r.ragged.cu_k)
+    if table.numel():
+        classify_kernel[(table.numel(),)](
+            table, cu_q, cu_k, r.len_q, r.len_k, rows, cols, nh, args, mask.verdict, cfg.block_m, cfg.block_n
+        )
+    if others:
+        compact_kernel[(nb * nh * others,)](table, lists, n, others, step, row_step, 16 if config.interpreting() else 128)
+    return lists, (lists.stride(0) if nb > 1 else 0, lists.stride(1) if nh > 1 else 0, lists.stride(2))
+
+
+def on_device(r: Request) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device: make it the tensors'."""
+    return torch.cuda.device(r.device) if r.device.type == "cuda" else contextlib.nullcontext()
+
+
+__all__ = ["Mask", "Problem", "on_device", "tile_lists"]

@@ -1,0 +1,262 @@
+"""Pieces that the forward and the backward kernels share: tiles, scores, masks, dropout, careful products.
+
+The names are those of ``tiled``. Index tiles ``i`` (queries) and ``j`` (keys) come in either orientation,
+(M, 1) and (1, N) or, in the dK/dV kernel, (1, M) and (N, 1): everything here is element-wise in them.
+
+Units of the scores, a constexpr:
+    FOLDED   s is q k^T, unscaled; exp2(s * qk_scale - m) is one multiply-add (needs scale > 0)
+    LOG2     s is scaled, in units of log2
+    NATURAL  s is scaled, in natural units; exp2((s - m) * log2(e)) rounds after the difference, and a
+             bias of finfo.min stays finite
+m is in the unit of the scaled scores; lse is always natural.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FOLDED = tl.constexpr(0)
+LOG2 = tl.constexpr(1)
+NATURAL = tl.constexpr(2)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+INF = tl.constexpr(float("inf"))
+
+
+# --- where things are -----------------------------------------------------------------------------
+
+
+@triton.jit
+def offset64(index, stride):
+    """index * stride without overflow, whatever the sizes."""
+    return tl.cast(index, tl.int64) * stride
+
+
+@triton.jit
+def sequence(b, cu, length):
+    """First row and length of sequence b: the whole tensor's, or those of a ragged batch."""
+    if cu is None:
+        return 0, length
+    else:
+        first = tl.load(cu + b)
+        return first, tl.load(cu + b + 1) - first
+
+
+@triton.jit
+def head_base(x, strides, b, h, first):
+    """Address of row ``first`` of (b, h) in x; strides (batch, head, row, channel)."""
+    return x + offset64(b, strides[0]) + offset64(h, strides[1]) + offset64(first, strides[2])
+
+
+@triton.jit
+def tile_ptrs(base, start, strides, N: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+    """Addresses (N, C) of rows start .. start + N. The start is a 64-bit scalar, so the tile's own offsets are 32-bit."""
+    rows, channels = tl.arange(0, N)[:, None], tl.arange(0, C)[None, :]
+    if WIDE:
+        rows, channels = rows.to(tl.int64), channels.to(tl.int64)
+    return base + offset64(start, strides[2]) + (rows * strides[2] + channels * strides[3])
+
+
+@triton.jit
+def load_tile(
+    base, start, length, strides, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Rows start .. start + N of a (length, D) matrix as (N, C), 0 beyond its edges. TAIL: rows may reach past the end."""
+    at = tile_ptrs(base, start, strides, N, C, WIDE)
+    if TAIL:
+        inside = (start + tl.arange(0, N) < length)[:, None]
+        if D != C:
+            inside = inside & (tl.arange(0, C) < D)[None, :]
+        return tl.load(at, mask=inside, other=0.0)
+    elif D != C:
+        return tl.load(at, mask=(tl.arange(0, C) < D)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def store_tile(
+    base, start, length, strides, x, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """The rows of x (N, C) that lie in a (length, D) matrix."""
+    inside = (start + tl.arange(0, N) < length)[:, None] & (tl.arange(0, C) < D)[None, :]
+    tl.store(tile_ptrs(base, start, strides, N, C, WIDE), x.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def unflatten(pid, tiles, heads, pairs, section, REVERSE: tl.constexpr):
+    """(tile, h, b) of a program. A section of (b, h) pairs, whose keys fit the L2 cache, runs its longest rows first."""
+    whole = section * tiles
+    first = (pid // whole) * section
+    rest = pid % whole
+    n = tl.minimum(section, pairs - first)
+    tile, pair = rest // n, first + rest % n
+    if REVERSE:
+        tile = tiles - 1 - tile
+    return tile, pair % heads, pair // heads
+
+
+# --- which tiles ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def visits(b, h, tile, start, size, length, len_q, len_k, lists, list_strides, m, REACH: tl.constexpr, BLOCK: tl.constexpr, OTHER: tl.constexpr):  # fmt: skip  # noqa: E501
+    """The tiles along the other axis that this one takes part in.
+
+    Returns (where, n_full, n_all, full, first): tile number t of n_all is ``visited(...)`` of these. The first n_full
+    need no mask. From lists, which ``lower`` made, or from the arithmetic of ``REACH``. size: of the own
+    axis; length: of the other.
+    """
+    if lists is not None:
+        row = lists + offset64(b, list_strides[0]) + offset64(h, list_strides[1]) + offset64(tile, list_strides[2])
+        n_full, n_partial = tl.load(row), tl.load(row + 1)
+        return row + 2, n_full, n_full + n_partial, 0, 0
+    else:
+        lo, hi, full_lo, full_hi = 0, length, 0, length
+        if REACH is not None:
+            lo, hi, full_lo, full_hi = REACH(b, start, tl.minimum(start + BLOCK, size) - 1, len_q, len_k, m)
+            lo, hi = tl.maximum(lo, 0), tl.minimum(hi, length)
+            full_lo, full_hi = tl.maximum(full_lo, lo), tl.minimum(full_hi, hi)
+        first = lo // OTHER
+        last = tl.maximum(tl.cdiv(hi, OTHER), first)
+        last = tl.where(hi > lo, last, first)
+        full = tl.minimum(tl.cdiv(full_lo, OTHER), last)
+        n_full = tl.maximum(tl.where(full_hi > full_lo, full_hi, 0) // OTHER - full, 0)
+        full = tl.where(n_full > 0, full, last)
+        return lists, n_full, last - first, full, first
+
+
+@triton.jit
+def visited(t, where, n_full, full, first):
+    """Number of the t-th tile to visit; the full ones come first."""
+    if where is not None:
+        return tl.load(where + t)
+    else:
+        t = tl.cast(t, tl.int32)
+        before = full - first  # masked tiles to the left of the full ones
+        masked = t - n_full
+        return tl.where(t < n_full, full + t, tl.where(masked < before, first + masked, first + masked + n_full))
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def dot(a, b, acc, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a b in fp32. UPCAST: the interpreter cannot multiply bf16."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    if acc is None:
+        return tl.dot(a, b, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def tanh(x):
+    """To fp32's precision: a polynomial near 0, where 1 - exp loses digits (Cephes tanhf)."""
+    z = x * x
+    poly = -5.70498872745e-3
+    poly = poly * z + 2.06390887954e-2
+    poly = poly * z - 5.37397155531e-2
+    poly = poly * z + 1.33314422036e-1
+    poly = poly * z - 3.33332819422e-1
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    big = (1 - e) / (1 + e)
+    big = tl.where(x < 0, -big, big)
+    return tl.where(tl.abs(x) < 0.625, x + x * z * poly, big)
+
+
+@triton.jit
+def scores(
+    s, i, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """Scores from s = q k^T: scale, softcap, bias; and the tanh of the softcap. -inf where the bias is, even on NaN."""
+    t = s
+    if UNIT != FOLDED:
+        s = s * qk_scale
+    if SOFTCAP:
+        t = tanh(s)
+        s = t * cap
+    if slope is not None:
+        s -= slope * tl.abs(i + (len_k - len_q) - j).to(tl.float32)
+    if bias is not None:
+        at = i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
+        add = tl.load(bias + at, mask=(i < len_q) & (j < len_k), other=0.0).to(tl.float32)
+        s = tl.where(add == -INF, -INF, s + add)
+    return s, t
+
+
+@triton.jit
+def kept(b, h, i, j, len_q, len_k, m, KEEP: tl.constexpr):
+    """Bool: which pairs of a masked tile exist and are attended."""
+    inside = (i < len_q) & (j < len_k)
+    if KEEP is not None:
+        inside = inside & KEEP(b, h, i, j, len_q, len_k, m)
+    return inside
+
+
+@triton.jit
+def exp_scores(s, m, qk_scale, UNIT: tl.constexpr):
+    """exp(score - m) for m that broadcasts to s."""
+    if UNIT == FOLDED:
+        return tl.exp2(s * qk_scale - m)
+    elif UNIT == LOG2:
+        return tl.exp2(s - m)
+    else:
+        return tl.exp2((s - m) * LOG2E)
+
+
+@triton.jit
+def exp_unit(x, UNIT: tl.constexpr):
+    """exp of a difference of scaled scores, each row's own."""
+    if UNIT == NATURAL:
+        return tl.exp2(x * LOG2E)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def survives(rng, threshold, bh, i0, j0, M: tl.constexpr, N: tl.constexpr):
+    """Bool (M, N): which pairs outlive dropout. The words of ``philox.py``: one counter for four keys."""
+    seed, offset = tl.load(rng), tl.load(rng + 1)
+    groups = (j0 // 4 + tl.arange(0, N // 4))[None, :]
+    rows = (i0 + tl.arange(0, M))[:, None]
+    zero = tl.zeros([M, N // 4], tl.int32)
+    c3 = (offset & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+    w0, w1, w2, w3 = tl.philox(seed, groups + zero, rows + zero, bh + zero, c3 + zero)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (M, N / 4, 2, 2): key 4 g + 2 x + y
+    return tl.reshape(words, [M, N]) >= threshold.to(tl.uint32, bitcast=True)
+
+
+# --- products beside things that are not numbers ---------------------------------------------------
+
+
+@triton.jit
+def any_odd(x, rows):
+    """Whether one of these rows of x holds a NaN or an infinity."""
+    odd = tl.where(rows[:, None] & ~(tl.abs(x) < INF), 1, 0)
+    return tl.max(tl.max(odd, 1), 0) > 0
+
+
+@triton.jit
+def careful_dot(acc, a, keep, b, K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a b for a (M, K) that is 0 wherever keep is False.
+
+    0 * NaN is NaN: where b is not finite, a pair that is not kept must still add nothing, so these rows of b
+    are multiplied element by element. The rest is the same product as elsewhere, bit for bit.
+    """
+    wide = b.to(tl.float32)
+    finite = tl.abs(wide) < INF
+    acc = dot(a.to(b.dtype), tl.where(finite, wide, 0.0).to(b.dtype), acc, UPCAST, PRECISION)
+    odd = tl.where(finite, 0.0, wide)
+    n_odd = tl.max(tl.max(tl.where(finite, 0, 1), 1), 0)
+    if n_odd > 0:
+        for x in range(0, K):
+            here = tl.arange(0, K) == x
+            a_col = tl.sum(tl.where(here[None, :], a, 0.0), 1)
+            k_col = tl.max(tl.where(here[None, :] & keep, 1, 0), 1) > 0
+            b_row = tl.sum(tl.where(here[:, None], odd, 0.0), 0)
+            acc += tl.where(k_col[:, None] & (b_row != 0)[None, :], a_col[:, None] * b_row[None, :], 0.0)
+    return acc
