@@ -43,7 +43,7 @@ class TritonBackend(Backend):
         return forward(r)
 
     def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
-        from .backward import backward
+        from .gradients import backward
 
         return backward(r, saved, needs)
 

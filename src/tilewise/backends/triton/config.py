@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import torch
 
-FORWARD, DKDV, DQ, DBIAS = "forward", "dkdv", "dq", "dbias"
-DIRECTIONS = (FORWARD, DKDV, DQ, DBIAS)
+FORWARD, DELTA, DKDV, DQ, DBIAS = "forward", "delta", "dkdv", "dq", "dbias"
+DIRECTIONS = (FORWARD, DELTA, DKDV, DQ, DBIAS)
 BUCKETS = (16, 32, 64, 128, 256, 512)  # head dims are padded to these inside the kernels
 SM80, SM90, AMD, INTERPRETER = "sm_80", "sm_90", "gfx942", "interpreter"
 
@@ -50,6 +50,118 @@ def generation(device: torch.device) -> str:
     return SM90 if (major, minor) == (9, 0) else SM80
 
 
+# The largest of max(D, Dv), then the tile. A row holds for head dims up to its first number.
+_Table = tuple[tuple[int, Config], ...]
+
+# NVIDIA, Hopper, 16 bits. wgmma takes 64 rows a warp group: two groups share 128 rows, so that a tile of scores is 64
+# registers a thread. The stages are what fits 227 KB.
+_SM90: dict[str, _Table] = {
+    FORWARD: (
+        (64, Config(128, 128, 8, 3)),
+        (128, Config(128, 128, 8, 2)),  # 160 KB
+        (256, Config(128, 64, 8, 2)),  # 192 KB; 128 registers of accumulator
+        (512, Config(64, 32, 8, 2)),
+    ),
+    # K and V stay, dK and dV are the accumulators: 128 keys, as dQ bytes and smem traffic fall with their number.
+    DKDV: (
+        (64, Config(64, 128, 8, 2)),
+        (128, Config(64, 128, 8, 2)),
+        (256, Config(64, 64, 8, 1)),
+        (512, Config(32, 32, 8, 1)),
+    ),
+    DQ: (
+        (64, Config(128, 64, 8, 2)),
+        (128, Config(128, 64, 8, 2)),
+        (256, Config(64, 64, 8, 1)),
+        (512, Config(32, 32, 8, 1)),
+    ),
+    DBIAS: (
+        (128, Config(64, 64, 8, 1)),
+        (256, Config(64, 64, 8, 1)),
+        (512, Config(32, 32, 8, 1)),
+    ),
+}
+# NVIDIA, Ampere and all others, 16 bits: mma.sync, 163 KB (99 KB on consumer cards, which D <= 128 fits).
+_SM80: dict[str, _Table] = {
+    FORWARD: (
+        (64, Config(128, 64, 4, 3)),
+        (128, Config(128, 64, 8, 2)),
+        (256, Config(64, 32, 4, 2)),
+        (512, Config(32, 32, 8, 1)),
+    ),
+    DKDV: (
+        (64, Config(64, 64, 4, 2)),
+        (128, Config(32, 64, 4, 2)),
+        (256, Config(32, 32, 8, 1)),
+        (512, Config(16, 32, 8, 1)),
+    ),
+    DQ: (
+        (64, Config(64, 64, 4, 2)),
+        (128, Config(64, 32, 4, 2)),
+        (256, Config(32, 32, 8, 1)),
+        (512, Config(32, 16, 8, 1)),
+    ),
+    DBIAS: (
+        (128, Config(64, 64, 8, 1)),
+        (256, Config(32, 32, 8, 1)),
+        (512, Config(32, 16, 8, 1)),
+    ),
+}
+# AMD, CDNA 3, 16 bits: 64 KB of LDS, so no second stage of wide tiles.
+_AMD: dict[str, _Table] = {
+    FORWARD: (
+        (64, Config(128, 64, 4, 1)),
+        (128, Config(128, 64, 4, 1)),
+        (256, Config(64, 32, 4, 1)),
+        (512, Config(32, 16, 4, 1)),
+    ),
+    DKDV: (
+        (64, Config(32, 64, 4, 1)),
+        (128, Config(32, 64, 4, 1)),
+        (256, Config(16, 32, 4, 1)),
+        (512, Config(16, 16, 4, 1)),
+    ),
+    DQ: (
+        (64, Config(64, 32, 4, 1)),
+        (128, Config(64, 32, 4, 1)),
+        (256, Config(32, 16, 4, 1)),
+        (512, Config(16, 16, 4, 1)),
+    ),
+    DBIAS: (
+        (128, Config(32, 32, 4, 1)),
+        (256, Config(32, 16, 4, 1)),
+        (512, Config(16, 16, 4, 1)),
+    ),
+}
+# fp32 is multiplied in IEEE precision, without tensor cores: small tiles, as every operand passes through registers.
+_FP32: dict[str, _Table] = {
+    FORWARD: (
+        (64, Config(64, 32, 4, 1)),
+        (128, Config(32, 32, 4, 1)),
+        (256, Config(32, 16, 8, 1)),
+        (512, Config(16, 16, 8, 1)),
+    ),
+    DKDV: (
+        (64, Config(32, 32, 4, 1)),
+        (128, Config(32, 32, 8, 1)),
+        (256, Config(16, 16, 8, 1)),
+        (512, Config(16, 16, 8, 1)),
+    ),
+    DQ: (
+        (64, Config(32, 32, 4, 1)),
+        (128, Config(32, 32, 8, 1)),
+        (256, Config(16, 16, 8, 1)),
+        (512, Config(16, 16, 8, 1)),
+    ),
+    DBIAS: (
+        (64, Config(32, 32, 4, 1)),
+        (128, Config(32, 32, 8, 1)),
+        (512, Config(16, 16, 8, 1)),
+    ),
+}
+_DELTA: _Table = ((128, Config(64, 64, 4, 1)), (512, Config(16, 16, 4, 1)))  # bound by memory: a few rows a warp
+
+
 @lru_cache
 def choose(direction: str, d: int, dv: int, half: bool, extra: bool, gpu: str) -> Config:
     """The configuration of a kernel.
@@ -57,7 +169,21 @@ def choose(direction: str, d: int, dv: int, half: bool, extra: bool, gpu: str) -
     d, dv: bucketed head dims. half: fp16 or bf16. extra: a bias, a softcap or dropout, which need registers beside
     the scores.
     """
-    wide = max(d, dv)
     if gpu == INTERPRETER:  # enough tiles to prove the loops, few enough to be quick
-        return Config(16, 16, 4, 1)
-    raise NotImplementedError
+        return _interpreted
+    if direction == DELTA:
+        table = _DELTA
+    else:
+        tables = _FP32 if not half else {SM90: _SM90, SM80: _SM80, AMD: _AMD}[gpu]
+        table = tables[direction]
+    return next(c for most, c in table if max(d, dv) <= most)
+
+
+_interpreted = Config(16, 16, 4, 1)
+
+
+def interpret_in_tiles(block_m: int, block_n: int) -> None:
+    """For tests: the tile that the interpreter uses."""
+    global _interpreted
+    _interpreted = Config(block_m, block_n, 4, 1)
+    choose.cache_clear()

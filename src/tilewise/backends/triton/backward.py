@@ -1,0 +1,444 @@
+"""The backward kernels: P is recomputed from the scores and lse, as in ``tiled``. No atomics: repeatable bit for bit.
+
+    delta   rowsum(dO * O) - dlse of each row, and the sinks' share of each tile
+    dkdv    a tile of keys stays; tiles of queries of all query heads of its key head stream past
+    dq      a tile of queries stays, tiles of keys stream past; also the gradients of ALiBi and of an unbroadcast bias
+    dbias   of a broadcast bias: a program owns a tile of it and sums over what is broadcast
+
+What the kernels must not let through is as in ``forward``: products that come out as not a number are done
+again, carefully.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .primitives import (
+    INF,
+    LOG2E,
+    NATURAL,
+    any_odd,
+    careful_dot,
+    dot,
+    exp_scores,
+    head_base,
+    kept,
+    load_tile,
+    offset64,
+    scores,
+    sequence,
+    store_tile,
+    survives,
+    unflatten,
+    visited,
+    visits,
+)
+
+# --- shared ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr):
+    """lse in the unit of the scores (0 for a row without keys), lse_low and delta of rows i0 .. i0 + BLOCK_M."""
+    rows = i0 + tl.arange(0, BLOCK_M)
+    inside = rows < len_q
+    x = tl.load(lse + at + rows, mask=inside, other=0.0)
+    x = tl.where(x == -INF, 0.0, x)
+    if UNIT != NATURAL:
+        x = x * LOG2E
+    d = tl.load(delta + at + rows, mask=inside, other=0.0)
+    rest = d
+    if low is not None:
+        rest = tl.load(low + at + rows, mask=inside, other=0.0)
+    return x, rest, d
+
+
+@triton.jit
+def grad_scores(
+    s, dp, i, j, lse, low, delta, alive, b, h, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, survivor_weight, m,
+    has_low: tl.constexpr, KEEP: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """From q k^T and dO v^T of a tile: P after dropout, dS before and after the softcap, and what is kept.
+
+    All that is not kept is 0, whatever stands there. lse, low and delta broadcast along the keys.
+    """
+    s, t = scores(s, i, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
+    if has_low:  # P = exp(S - lse) * exp(-lse_low)
+        p = tl.exp2(((s - lse) - low) * LOG2E)
+    else:
+        p = exp_scores(s, lse, qk_scale, UNIT)
+    keep = (i >= 0) & (j >= 0)
+    if MASKED:
+        keep = kept(b, h, i, j, len_q, len_k, m, KEEP)
+    if bias is not None:
+        keep = keep & (s != -INF)
+    if MASKED or bias is not None:
+        p = tl.where(keep, p, 0.0)
+    survived = p
+    if alive is not None:
+        survived = tl.where(alive, p, 0.0)
+        dp = tl.where(alive, dp * survivor_weight, 0.0)
+    ds = p * (dp - delta)
+    if MASKED or bias is not None:
+        ds = tl.where(keep, ds, 0.0)
+    ds_bias = ds
+    if SOFTCAP:
+        ds = ds * (1 - t * t)
+        if MASKED or bias is not None:
+            ds = tl.where(keep, ds, 0.0)
+    return survived, ds_bias, ds, keep
+
+
+@triton.jit
+def scaled(x, scale):
+    """x * scale, for a sum x: one of nothing stays 0 under a scale that is not a number."""
+    return tl.where(x == 0, 0.0, x * scale)
+
+
+@triton.jit
+def head_slope(alibi, strides, b, h, UNIT: tl.constexpr):
+    """The ALiBi slope of a head in the unit of the scores."""
+    slope = tl.load(alibi + b * strides[0] + h * strides[1]).to(tl.float32)
+    if UNIT != NATURAL:
+        slope = slope * LOG2E
+    return slope
+
+
+# --- delta ----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["len_q", "tiles"])
+def delta_kernel(
+    o, do, lse, dlse, delta, os, dos, stats, dlse_strides, cu_q, len_q, tiles, heads, sinks, dsinks,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """delta of a tile of rows; the sink is a key whose value is 0, so its dP is 0: dsinks (b, h, tile)."""
+    pid = tl.program_id(0)
+    tile, bh = pid % tiles, pid // tiles
+    b, h = bh // heads, bh % heads
+    first_q, len_q = sequence(b, cu_q, len_q)
+    i0 = tile * BLOCK_M
+    rows = i0 + tl.arange(0, BLOCK_M)
+    inside = rows < len_q
+    a = load_tile(head_base(o, os, b, h, first_q), i0, len_q, os, BLOCK_M, DV, BLOCK_DV, True, WIDE)
+    g = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
+    d = tl.sum(a.to(tl.float32) * g.to(tl.float32), 1)
+    at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q + rows
+    if dlse is not None:
+        from_lse = offset64(b, dlse_strides[0]) + offset64(h, dlse_strides[1]) + offset64(first_q, dlse_strides[2])
+        d -= tl.load(dlse + from_lse + rows.to(tl.int64) * dlse_strides[2], mask=inside, other=0.0)
+    tl.store(delta + at, d, mask=inside)
+    if sinks is not None:
+        row_lse = tl.load(lse + at, mask=inside, other=0.0)
+        row_lse = tl.where(row_lse == -INF, 0.0, row_lse)
+        sink = tl.load(sinks + h).to(tl.float32)
+        ds = -tl.exp2((sink - row_lse) * LOG2E) * d
+        tl.store(dsinks + pid, tl.sum(tl.where(inside, ds, 0.0), 0))
+
+
+# --- dK and dV ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_rows(
+    dk, dv, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+    bias, bias_strides, slope, rng, threshold, survivor_weight, m,
+    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+):  # fmt: skip
+    """What queries i0 .. i0 + BLOCK_M add to dK and dV. Tiles are transposed, (N, M): P^T and dS^T feed the products."""
+    i = i0 + tl.arange(0, BLOCK_M)[None, :]
+    j = j0 + tl.arange(0, BLOCK_N)[:, None]
+    q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
+    s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT)
+    do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
+    dp = s
+    if NEED_DK:
+        dp = dot(v, tl.trans(do), None, UPCAST, PRECISION)  # (N, M)
+    alive = None
+    if rng is not None:
+        alive = tl.trans(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N))
+    p, _, ds, keep = grad_scores(
+        s, dp, i, j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, b, h, len_q, len_k, qk_scale, cap,
+        bias, bias_strides, slope, survivor_weight, m, low is not None, KEEP, UNIT, SOFTCAP, MASKED,
+    )  # fmt: skip
+    if CAREFUL:
+        if NEED_DV:
+            dv = careful_dot(dv, p, keep, do, BLOCK_M, UPCAST, PRECISION)
+        if NEED_DK:
+            dk = careful_dot(dk, ds, keep, q, BLOCK_M, UPCAST, PRECISION)
+    else:
+        if NEED_DV:
+            dv = dot(p.to(do.dtype), do, dv, UPCAST, PRECISION)
+        if NEED_DK:
+            dk = dot(ds.to(q.dtype), q, dk, UPCAST, PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def add_heads(
+    k, v, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0, len_q, len_k, heads, group, qk_scale, cap,
+    bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight, lists, list_strides, m,
+    KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile of keys, in fp32: the sum over the query heads that share it and their query tiles."""
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    for g in range(0, group):
+        h = kv_head * group + g
+        bh = b * heads + h
+        q_base, do_base = head_base(q, qs, b, h, first_q), head_base(do, dos, b, h, first_q)
+        at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
+        slope, bias_base = None, None
+        if bias is not None:
+            bias_base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
+        if alibi is not None:
+            slope = head_slope(alibi, alibi_strides, b, h, UNIT)
+        where, n_full, n_all, full, first = visits(
+            b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
+        )
+        if CAREFUL:
+            n_full = tl.minimum(n_full, 0)
+            where, n_full_, n_all, full, first = visits(
+                b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
+            )
+            for t in tl.range(0, n_all, num_stages=1):
+                i0 = visited(t, where, n_full_, full, first) * BLOCK_M
+                dk, dv = add_rows(
+                    dk, dv, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale,
+                    cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, True, NEED_DK, NEED_DV,
+                )  # fmt: skip
+        else:
+            for t in range(0, n_full):
+                i0 = visited(t, where, n_full, full, first) * BLOCK_M
+                dk, dv = add_rows(
+                    dk, dv, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale,
+                    cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK, NEED_DV,
+                )  # fmt: skip
+            for t in range(n_full, n_all):
+                i0 = visited(t, where, n_full, full, first) * BLOCK_M
+                dk, dv = add_rows(
+                    dk, dv, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale,
+                    cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, False, NEED_DK, NEED_DV,
+                )  # fmt: skip
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
+def dkdv_kernel(
+    q, k, v, do, lse, low, delta, dk, dv, qs, ks, vs, dos, dks, dvs, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group,
+    pairs, section, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight,
+    lists, list_strides, m,
+    KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK (N, D) and dV (N, Dv) of one tile of keys. One program a (key tile, key/value head, batch entry)."""
+    tile, kv_head, b = unflatten(tl.program_id(0), tiles, heads // group, pairs, section, False)
+    first_q, len_q = sequence(b, cu_q, len_q)
+    first_k, len_k = sequence(b, cu_k, len_k)
+    j0 = tile * BLOCK_N
+    if j0 >= len_k:
+        return
+    k_tile = load_tile(head_base(k, ks, b, kv_head, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
+    v_tile = load_tile(head_base(v, vs, b, kv_head, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
+    acc_k, acc_v = add_heads(
+        k_tile, v_tile, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0, len_q, len_k, heads, group,
+        qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight, lists, list_strides, m,
+        KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
+        dk is not None, dv is not None,
+    )  # fmt: skip
+    if KEEP is not None or bias is not None:
+        inside = j0 + tl.arange(0, BLOCK_N) < len_k
+        if any_odd(acc_k, inside) | any_odd(acc_v, inside):
+            acc_k, acc_v = add_heads(
+                k_tile, v_tile, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0, len_q, len_k, heads,
+                group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight, lists,
+                list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST,
+                PRECISION, True, dk is not None, dv is not None,
+            )  # fmt: skip
+    if dk is not None:
+        to = head_base(dk, dks, b, kv_head, first_k)
+        store_tile(to, j0, len_k, dks, scaled(acc_k, scale), BLOCK_N, D, BLOCK_D, WIDE)
+    if dv is not None:
+        to = head_base(dv, dvs, b, kv_head, first_k)
+        store_tile(to, j0, len_k, dvs, acc_v * survivor_weight, BLOCK_N, DV, BLOCK_DV, WIDE)
+
+
+# --- dQ -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_cols(
+    dq, dalibi, q, do, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+    bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
+    has_low: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr,
+):  # fmt: skip
+    """What keys j0 .. j0 + BLOCK_N add to dQ and to the gradient of the slope; and their tile of dbias."""
+    i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    j = j0 + tl.arange(0, BLOCK_N)[None, :]
+    k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
+    v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
+    s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
+    dp = dot(do, tl.trans(v), None, UPCAST, PRECISION)  # (M, N)
+    alive = None
+    if rng is not None:
+        alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
+    _, ds_bias, ds, keep = grad_scores(
+        s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, b, h, len_q, len_k, qk_scale, cap,
+        bias, bias_strides, slope, survivor_weight, m, has_low, KEEP, UNIT, SOFTCAP, MASKED,
+    )  # fmt: skip
+    if dbias is not None:
+        at = i.to(tl.int64) * dbias_strides[2] + j.to(tl.int64) * dbias_strides[3]
+        tl.store(dbias + at, ds_bias.to(dbias.dtype.element_ty), mask=(i < len_q) & (j < len_k))
+    if NEED_DALIBI:
+        far = tl.abs(i + (len_k - len_q) - j).to(tl.float32)
+        dalibi -= tl.sum(ds_bias * far, 1)
+    if NEED_DQ:
+        if CAREFUL:
+            dq = careful_dot(dq, ds, keep, k, BLOCK_N, UPCAST, PRECISION)
+        else:
+            dq = dot(ds.to(k.dtype), k, dq, UPCAST, PRECISION)
+    return dq, dalibi
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
+def dq_kernel(
+    q, k, v, do, lse, low, delta, dq, qs, ks, vs, dos, dqs, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group, pairs,
+    section, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi,
+    rng, threshold, survivor_weight, lists, list_strides, m,
+    KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    REVERSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ (M, D) of one tile of queries; dalibi (b, h, tile). One program a (query tile, query head, batch entry)."""
+    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE)
+    first_q, len_q = sequence(b, cu_q, len_q)
+    first_k, len_k = sequence(b, cu_k, len_k)
+    i0 = tile * BLOCK_M
+    if i0 >= len_q:
+        return
+    bh = b * heads + h
+    k_base, v_base = head_base(k, ks, b, h // group, first_k), head_base(v, vs, b, h // group, first_k)
+    slope = None
+    if bias is not None:
+        bias += offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
+    if dbias is not None:
+        dbias += offset64(b, dbias_strides[0]) + offset64(h, dbias_strides[1])
+    if alibi is not None:
+        slope = head_slope(alibi, alibi_strides, b, h, UNIT)
+    where, n_full, n_all, full, first = visits(
+        b, h, tile, i0, len_q, len_k, len_q, len_k, lists, list_strides, m, REACH, BLOCK_M, BLOCK_N
+    )
+    q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
+    do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
+    at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    da = tl.zeros([BLOCK_M], tl.float32)
+    for t in range(0, n_full):
+        j0 = visited(t, where, n_full, full, first) * BLOCK_N
+        acc, da = add_cols(
+            acc, da, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
+            qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
+            low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
+            False, False, dq is not None, dalibi is not None,
+        )  # fmt: skip
+    for t in range(n_full, n_all):
+        j0 = visited(t, where, n_full, full, first) * BLOCK_N
+        acc, da = add_cols(
+            acc, da, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
+            qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
+            low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
+            True, False, dq is not None, dalibi is not None,
+        )  # fmt: skip
+    inside = i0 + tl.arange(0, BLOCK_M) < len_q
+    if KEEP is not None or bias is not None:
+        if any_odd(acc, inside):
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            da = tl.zeros([BLOCK_M], tl.float32)
+            for t in tl.range(0, n_all, num_stages=1):
+                j0 = visited(t, where, n_full, full, first) * BLOCK_N
+                acc, da = add_cols(
+                    acc, da, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q,
+                    len_k, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight,
+                    m, low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST,
+                    PRECISION, True, True, dq is not None, dalibi is not None,
+                )  # fmt: skip
+    if dq is not None:
+        store_tile(head_base(dq, dqs, b, h, first_q), i0, len_q, dqs, scaled(acc, scale), BLOCK_M, D, BLOCK_D, WIDE)
+    if dalibi is not None:
+        tl.store(dalibi + offset64(bh, tiles) + tile, tl.sum(tl.where(inside, da, 0.0), 0))
+
+
+# --- the gradient of a broadcast bias --------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "max_q", "max_k", "rows", "cols", "batch", "n_b", "n_h"])
+def dbias_kernel(
+    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, cu_q, cu_k, max_q, max_k, rows, cols, heads, group, batch,
+    qk_scale, cap, bias, bias_strides, dbias, n_b, n_h, rng, threshold, survivor_weight, m,
+    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile of dbias (n_b, n_h, max_q or rows, max_k or cols): summed over the batch and heads that share it, and
+    over the tile's rows or columns where those are broadcast; the rest of that sum is PyTorch's."""
+    pid = tl.program_id(0)
+    col, row, slot = pid % cols, (pid // cols) % rows, pid // cols // rows
+    b0, h0 = slot // n_h, slot % n_h
+    i0, j0 = row * BLOCK_M, col * BLOCK_N
+    i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    j = j0 + tl.arange(0, BLOCK_N)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for n in range(0, (batch // n_b) * (heads // n_h)):
+        b = tl.where(n_b == 1, n // (heads // n_h), b0)
+        h = tl.where(n_h == 1, n % (heads // n_h), h0)
+        bh = b * heads + h
+        first_q, len_q = sequence(b, cu_q, max_q)
+        first_k, len_k = sequence(b, cu_k, max_k)
+        keep = kept(b, h, i, j, len_q, len_k, m, KEEP)
+        if tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
+            q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
+            do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
+            k_tile = load_tile(head_base(k, ks, b, h // group, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
+            v_tile = load_tile(head_base(v, vs, b, h // group, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
+            at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
+            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT)
+            s = dot(q_tile, tl.trans(k_tile), None, UPCAST, PRECISION)
+            dp = dot(do_tile, tl.trans(v_tile), None, UPCAST, PRECISION)
+            alive = None
+            if rng is not None:
+                alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
+            base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
+            _, ds, _, _ = grad_scores(
+                s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, b, h, len_q, len_k, qk_scale,
+                cap, base, bias_strides, None, survivor_weight, m, low is not None, KEEP, UNIT, SOFTCAP, True,
+            )  # fmt: skip
+            acc += ds
+    if SUM_ROWS and SUM_COLS:
+        tl.store(dbias + pid, tl.sum(tl.sum(acc, 1), 0))
+    elif SUM_ROWS:
+        x = j0 + tl.arange(0, BLOCK_N)
+        at = (offset64(slot, rows) + row) * max_k + x
+        tl.store(dbias + at, tl.sum(acc, 0), mask=x < max_k)
+    elif SUM_COLS:
+        x = i0 + tl.arange(0, BLOCK_M)
+        at = (offset64(slot, max_q) + x) * cols + col
+        tl.store(dbias + at, tl.sum(acc, 1), mask=x < max_q)
+    else:
+        at = (offset64(slot, max_q) + i) * max_k + j
+        tl.store(dbias + at, acc.to(dbias.dtype.element_ty), mask=(i < max_q) & (j < max_k))
