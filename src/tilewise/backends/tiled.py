@@ -13,8 +13,7 @@ Several (batch, key/value head) pairs are computed at once, as one batched matri
 heads that share a key/value head are rows of the same product, so keys and values are never expanded.
 A tile of scores is held transposed, keys by queries: the matrix products then read their operands in memory order,
 which was measured to be a tenth faster. All tile arithmetic is fp32 (fp64 for fp64 inputs). Besides the outputs
-there exist one tile of scores (two in
-the backward), the rows' statistics, and the dQ of the heads at work.
+there exist one tile of scores (two in the backward), the rows' statistics, and the dQ of the heads at work.
 
 Source: Dao et al. 2022, "FlashAttention", algorithms 1-4; Dao 2023, "FlashAttention-2".
 """

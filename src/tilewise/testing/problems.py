@@ -79,9 +79,6 @@ def problems(quick: bool = False) -> list[Problem]:
     every = [p for source in (_masks, _bands, _strides, _sizes, _biases, _ragged, _numbers) for p in source()]
     if not quick:
         return every
-    seen: dict[str, int] = {}
-    for p in every:
-        seen[p.family] = seen.get(p.family, 0) + 1
     return [p for n, p in enumerate(every) if sum(x.family == p.family for x in every[:n]) < 2]
 
 

@@ -210,7 +210,7 @@ def add_heads(
                 b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
             )
             for t in tl.range(0, n_all, num_stages=1):
-                i0 = visited(t, where, n_full_, full, first) * BLOCK_M
+                i0 = visited(t, lists, where, n_full_, full, first) * BLOCK_M
                 dk, dv = add_rows(
                     dk, dv, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale,
                     cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
@@ -218,14 +218,14 @@ def add_heads(
                 )  # fmt: skip
         else:
             for t in range(0, n_full):
-                i0 = visited(t, where, n_full, full, first) * BLOCK_M
+                i0 = visited(t, lists, where, n_full, full, first) * BLOCK_M
                 dk, dv = add_rows(
                     dk, dv, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale,
                     cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
                     BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK, NEED_DV,
                 )  # fmt: skip
             for t in range(n_full, n_all):
-                i0 = visited(t, where, n_full, full, first) * BLOCK_M
+                i0 = visited(t, lists, where, n_full, full, first) * BLOCK_M
                 dk, dv = add_rows(
                     dk, dv, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale,
                     cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
@@ -350,7 +350,7 @@ def dq_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     da = tl.zeros([BLOCK_M], tl.float32)
     for t in range(0, n_full):
-        j0 = visited(t, where, n_full, full, first) * BLOCK_N
+        j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
         acc, da = add_cols(
             acc, da, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
             qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
@@ -358,7 +358,7 @@ def dq_kernel(
             False, False, dq is not None, dalibi is not None,
         )  # fmt: skip
     for t in range(n_full, n_all):
-        j0 = visited(t, where, n_full, full, first) * BLOCK_N
+        j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
         acc, da = add_cols(
             acc, da, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
             qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
@@ -371,7 +371,7 @@ def dq_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             da = tl.zeros([BLOCK_M], tl.float32)
             for t in tl.range(0, n_all, num_stages=1):
-                j0 = visited(t, where, n_full, full, first) * BLOCK_N
+                j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
                 acc, da = add_cols(
                     acc, da, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q,
                     len_k, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight,

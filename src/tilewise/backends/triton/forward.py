@@ -115,14 +115,14 @@ def forward_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for t in range(0, n_full):
-        j0 = visited(t, where, n_full, full, first) * BLOCK_N
+        j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
         m_i, l_i, acc = fold(
             m_i, l_i, acc, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
             bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False,
         )  # fmt: skip
     for t in range(n_full, n_all):
-        j0 = visited(t, where, n_full, full, first) * BLOCK_N
+        j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
         m_i, l_i, acc = fold(
             m_i, l_i, acc, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
             bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
@@ -136,7 +136,7 @@ def forward_kernel(
             l_i = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             for t in tl.range(0, n_all, num_stages=1):
-                j0 = visited(t, where, n_full, full, first) * BLOCK_N
+                j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
                 m_i, l_i, acc = fold(
                     m_i, l_i, acc, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
                     bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,

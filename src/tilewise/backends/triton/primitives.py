@@ -109,8 +109,8 @@ def visits(b, h, tile, start, size, length, len_q, len_k, lists, list_strides, m
     axis; length: of the other.
     """
     if lists is not None:
-        row = lists + offset64(b, list_strides[0]) + offset64(h, list_strides[1]) + offset64(tile, list_strides[2])
-        n_full, n_partial = tl.load(row), tl.load(row + 1)
+        row = offset64(b, list_strides[0]) + offset64(h, list_strides[1]) + offset64(tile, list_strides[2])
+        n_full, n_partial = tl.load(lists + row), tl.load(lists + row + 1)
         return row + 2, n_full, n_full + n_partial, 0, 0
     else:
         lo, hi, full_lo, full_hi = 0, length, 0, length
@@ -124,14 +124,14 @@ def visits(b, h, tile, start, size, length, len_q, len_k, lists, list_strides, m
         full = tl.minimum(tl.cdiv(full_lo, OTHER), last)
         n_full = tl.maximum(tl.where(full_hi > full_lo, full_hi, 0) // OTHER - full, 0)
         full = tl.where(n_full > 0, full, last)
-        return lists, n_full, last - first, full, first
+        return 0, n_full, last - first, full, first
 
 
 @triton.jit
-def visited(t, where, n_full, full, first):
+def visited(t, lists, where, n_full, full, first):
     """Number of the t-th tile to visit; the full ones come first."""
-    if where is not None:
-        return tl.load(where + t)
+    if lists is not None:
+        return tl.load(lists + where + t)
     else:
         t = tl.cast(t, tl.int32)
         before = full - first  # masked tiles to the left of the full ones
