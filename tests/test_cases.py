@@ -41,8 +41,8 @@ def test_problem_in_tiles_of(shape, tiles):
 
 MISTAKES = {
     "each tile's softmax alone": ("_fold_", lambda w, tile, old, s, v, keep: _softmax_alone(old, s, v)),
-    "no mask": ("_scores", lambda w, tile, q, k, scratch: (torch.bmm(q, k.mT), None, None)),
-    "delta forgotten": ("_delta", lambda w, rows, saved: torch.zeros_like(w.stats(saved.lse, rows))),
+    "no mask": ("_scores", lambda w, tile, q, k, scratch: (torch.bmm(k, q), None, None)),
+    "delta forgotten": ("_rows", lambda *a, true=tiled._rows: true(*a)._replace(delta=torch.zeros_like(true(*a).delta))),
     "half the scale": ("_scores", lambda w, tile, q, k, scratch, true=tiled._scores: true(w, tile, q / 2, k, scratch)),
 }
 
@@ -59,7 +59,7 @@ def test_the_judge_sees_a_wrong_answer(mistake, dtype, monkeypatch, tiles):
 def _softmax_alone(old, s, v):
     """The article's mistake: softmax each tile alone and add."""
     old.l.fill_(1)
-    old.acc.baddbmm_(torch.softmax(s, -1).nan_to_num(0), v)
+    old.acc.add_(torch.softmax(s, 1).nan_to_num(0).mT @ v)
     return type(old)(torch.zeros_like(old.m), old.l, old.acc)
 
 

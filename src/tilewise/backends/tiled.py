@@ -231,13 +231,14 @@ def _scores(
 def _fold_(w: Block, tile: Tile, old: State, s: Tensor, v: Tensor, keep: Tensor | None) -> State:
     """``state.fold`` in place: ``s`` becomes the tile's exp(s - m), and the old sums are updated.
 
-    Here m need not be the largest score, only near it: the sums are rescaled once a row outgrows it by ``_GROWTH``,
-    which after the first tile is rare. exp(_GROWTH) is far from overflow, and a float's precision is relative.
+    Here m need not be the largest score, only near it: a row is rescaled once it outgrows its m by ``_GROWTH``, which
+    after the first tile is rare. exp(_GROWTH) is far from overflow, and a float's precision is relative.
     """
     m, sums, acc = old
     top = s.amax(1)
-    if not bool((top - m).max() <= _GROWTH):  # "not <=", so that a NaN is no reason to leave the other rows be
-        m = torch.maximum(m, top)
+    settled = top - m <= _GROWTH  # False for a NaN
+    if not bool(settled.all()):
+        m = torch.where(settled, m, torch.maximum(m, top))  # row by row: one row's scores change no bit of another
         alpha = torch.exp(old.m - m)
         sums.mul_(alpha)
         acc.mul_(alpha[..., None])

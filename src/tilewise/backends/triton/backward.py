@@ -18,14 +18,18 @@ from .primitives import (
     INF,
     LOG2E,
     NATURAL,
+    add_to_row,
     any_odd,
-    careful_dot,
+    cleaned,
     dot,
     exp_scores,
     head_base,
     kept,
+    load_row,
     load_tile,
+    odd_sum,
     offset64,
+    pick,
     scores,
     sequence,
     store_tile,
@@ -142,7 +146,7 @@ def delta_kernel(
 
 @triton.jit
 def add_rows(
-    dk, dv, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+    dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
     bias, bias_strides, slope, rng, threshold, survivor_weight, m,
     KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
@@ -167,30 +171,92 @@ def add_rows(
         bias, bias_strides, slope, survivor_weight, m, low is not None, KEEP, UNIT, SOFTCAP, MASKED,
     )  # fmt: skip
     if CAREFUL:
-        if NEED_DV:
-            dv = careful_dot(dv, p, keep, do, BLOCK_M, UPCAST, PRECISION)
-        if NEED_DK:
-            dk = careful_dot(dk, ds, keep, q, BLOCK_M, UPCAST, PRECISION)
-    else:
-        if NEED_DV:
-            dv = dot(p.to(do.dtype), do, dv, UPCAST, PRECISION)
-        if NEED_DK:
-            dk = dot(ds.to(q.dtype), q, dk, UPCAST, PRECISION)
+        do, found = cleaned(do, keep)
+        q, found_q = cleaned(q, keep)
+        odd = tl.maximum(odd, tl.maximum(found, found_q))
+    if NEED_DV:
+        dv = dot(p.to(do.dtype), do, dv, UPCAST, PRECISION)
+    if NEED_DK:
+        dk = dot(ds.to(q.dtype), q, dk, UPCAST, PRECISION)
+    return dk, dv, odd
+
+
+@triton.jit
+def odd_queries(
+    j, k_base, v_base, q_base, do_base, qs, ks, vs, dos, lse, low, delta, at, b, h, bh, i0, len_q, len_k,
+    qk_scale, cap, bias, bias_strides, slope, rng, threshold, survivor_weight, m,
+    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(D,) and (Dv,): what queries and dO that are not finite among i0 .. i0 + BLOCK_M add to dK and dV of key j."""
+    i = i0 + tl.arange(0, BLOCK_M)[None, :]
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT)
+    q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
+    do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
+    s = tl.sum(q.to(tl.float32) * load_row(k_base, j, len_k, ks, D, BLOCK_D), 1)[None, :]  # (1, M)
+    dp = tl.sum(do.to(tl.float32) * load_row(v_base, j, len_k, vs, DV, BLOCK_DV), 1)[None, :]
+    alive = None
+    if rng is not None:  # the word of key j among those of its group of four
+        four = tl.trans(survives(rng, threshold, bh, i0, j // 4 * 4, BLOCK_M, 4))  # (4, M)
+        alive = tl.max(tl.where(four & (tl.arange(0, 4) == j % 4)[:, None], 1, 0), 0)[None, :] > 0
+    p, _, ds, keep = grad_scores(
+        s, dp, i, j + tl.zeros([1, 1], tl.int32), row_lse[None, :], row_low[None, :], row_delta[None, :], alive, b, h, len_q,
+        len_k, qk_scale, cap, bias, bias_strides, slope, survivor_weight, m, low is not None, KEEP, UNIT, SOFTCAP, True,
+    )  # fmt: skip
+    return odd_sum(ds, keep, q), odd_sum(p, keep, do)
+
+
+@triton.jit
+def add_odd_heads(
+    j, k_base, v_base, q, do, qs, ks, vs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0, len_q, len_k,
+    heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight,
+    lists, list_strides, m,
+    KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """``odd_queries`` over all that key j sees."""
+    dk = tl.zeros([BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_DV], tl.float32)
+    for g in tl.range(0, group, num_stages=1):
+        h = kv_head * group + g
+        q_base, do_base = head_base(q, qs, b, h, first_q), head_base(do, dos, b, h, first_q)
+        at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
+        slope, bias_base = None, None
+        if bias is not None:
+            bias_base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
+        if alibi is not None:
+            slope = head_slope(alibi, alibi_strides, b, h, UNIT)
+        where, n_full, n_all, full, first = visits(
+            b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
+        )
+        for t in tl.range(0, n_all * (BLOCK_M // 16), num_stages=1):
+            i0 = visited(t // (BLOCK_M // 16), lists, where, n_full, full, first) * BLOCK_M + t % (BLOCK_M // 16) * 16
+            more_k, more_v = odd_queries(
+                j, k_base, v_base, q_base, do_base, qs, ks, vs, dos, lse, low, delta, at, b, h, b * heads + h, i0, len_q,
+                len_k, qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, 16,
+                BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE,
+            )  # fmt: skip
+            dk += more_k
+            dv += more_v
     return dk, dv
 
 
 @triton.jit
 def add_heads(
-    k, v, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0, len_q, len_k, heads, group, qk_scale, cap,
-    bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight, lists, list_strides, m,
+    k, v, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0, len_q, len_k,
+    heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight,
+    lists, list_strides, m, dk, dv,
     KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys, in fp32: the sum over the query heads that share it and their query tiles."""
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    """dK and dV of a tile of keys, in fp32: the sum over the query heads that share it and their query tiles.
+
+    CAREFUL: without what is not finite; odd becomes 1 if some of that is kept.
+    """
+    odd = 0
     for g in range(0, group):
         h = kv_head * group + g
         bh = b * heads + h
@@ -204,34 +270,30 @@ def add_heads(
         where, n_full, n_all, full, first = visits(
             b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
         )
-        if CAREFUL:
-            n_full = tl.minimum(n_full, 0)
-            where, n_full_, n_all, full, first = visits(
-                b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
-            )
-            for t in tl.range(0, n_all, num_stages=1):
-                i0 = visited(t, lists, where, n_full_, full, first) * BLOCK_M
-                dk, dv = add_rows(
-                    dk, dv, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale,
-                    cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, True, NEED_DK, NEED_DV,
-                )  # fmt: skip
-        else:
+        if not CAREFUL:
             for t in range(0, n_full):
                 i0 = visited(t, lists, where, n_full, full, first) * BLOCK_M
-                dk, dv = add_rows(
-                    dk, dv, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale,
-                    cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
+                dk, dv, odd = add_rows(
+                    dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k,
+                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
                     BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK, NEED_DV,
                 )  # fmt: skip
             for t in range(n_full, n_all):
                 i0 = visited(t, lists, where, n_full, full, first) * BLOCK_M
-                dk, dv = add_rows(
-                    dk, dv, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale,
-                    cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
+                dk, dv, odd = add_rows(
+                    dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k,
+                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
                     BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, False, NEED_DK, NEED_DV,
                 )  # fmt: skip
-    return dk, dv
+        else:
+            for t in tl.range(0, n_all, num_stages=1):
+                i0 = visited(t, lists, where, n_full, full, first) * BLOCK_M
+                dk, dv, odd = add_rows(
+                    dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k,
+                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, True, NEED_DK, NEED_DV,
+                )  # fmt: skip
+    return dk, dv, odd
 
 
 @triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
@@ -250,29 +312,48 @@ def dkdv_kernel(
     j0 = tile * BLOCK_N
     if j0 >= len_k:
         return
-    k_tile = load_tile(head_base(k, ks, b, kv_head, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
-    v_tile = load_tile(head_base(v, vs, b, kv_head, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
-    acc_k, acc_v = add_heads(
-        k_tile, v_tile, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0, len_q, len_k, heads, group,
-        qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight, lists, list_strides, m,
-        KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
-        dk is not None, dv is not None,
+    k_base, v_base = head_base(k, ks, b, kv_head, first_k), head_base(v, vs, b, kv_head, first_k)
+    k_tile = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
+    v_tile = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
+    acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    acc_k, acc_v, odd = add_heads(
+        k_tile, v_tile, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0,
+        len_q, len_k, heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
+        survivor_weight, lists, list_strides, m, acc_k, acc_v, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, dk is not None, dv is not None,
     )  # fmt: skip
     if KEEP is not None or bias is not None:
         inside = j0 + tl.arange(0, BLOCK_N) < len_k
         if any_odd(acc_k, inside) | any_odd(acc_v, inside):
-            acc_k, acc_v = add_heads(
-                k_tile, v_tile, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0, len_q, len_k, heads,
-                group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight, lists,
-                list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST,
-                PRECISION, True, dk is not None, dv is not None,
+            acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+            acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+            acc_k, acc_v, odd = add_heads(
+                k_tile, v_tile, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0,
+                len_q, len_k, heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
+                survivor_weight, lists, list_strides, m, acc_k, acc_v, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, dk is not None, dv is not None,
             )  # fmt: skip
     if dk is not None:
-        to = head_base(dk, dks, b, kv_head, first_k)
-        store_tile(to, j0, len_k, dks, scaled(acc_k, scale), BLOCK_N, D, BLOCK_D, WIDE)
+        dk = head_base(dk, dks, b, kv_head, first_k)
+        store_tile(dk, j0, len_k, dks, scaled(acc_k, scale), BLOCK_N, D, BLOCK_D, WIDE)
     if dv is not None:
-        to = head_base(dv, dvs, b, kv_head, first_k)
-        store_tile(to, j0, len_k, dvs, acc_v * survivor_weight, BLOCK_N, DV, BLOCK_DV, WIDE)
+        dv = head_base(dv, dvs, b, kv_head, first_k)
+        store_tile(dv, j0, len_k, dvs, acc_v * survivor_weight, BLOCK_N, DV, BLOCK_DV, WIDE)
+    if KEEP is not None or bias is not None:
+        if odd > 0:
+            tl.debug_barrier()  # the rows are stored
+            for row in tl.range(0, tl.minimum(BLOCK_N, len_k - j0), num_stages=1):
+                more_k, more_v = add_odd_heads(
+                    j0 + row, k_base, v_base, q, do, qs, ks, vs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0,
+                    len_q, len_k, heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
+                    survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                    UNIT, SOFTCAP, WIDE,
+                )  # fmt: skip
+                if dk is not None:
+                    add_to_row(dk, j0 + row, dks, scaled(more_k, scale), D, BLOCK_D)
+                if dv is not None:
+                    add_to_row(dv, j0 + row, dvs, more_v, DV, BLOCK_DV)
 
 
 # --- dQ -------------------------------------------------------------------------------------------
@@ -280,7 +361,7 @@ def dkdv_kernel(
 
 @triton.jit
 def add_cols(
-    dq, dalibi, q, do, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+    dq, dalibi, odd, q, do, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
     bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
     has_low: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -309,10 +390,33 @@ def add_cols(
         dalibi -= tl.sum(ds_bias * far, 1)
     if NEED_DQ:
         if CAREFUL:
-            dq = careful_dot(dq, ds, keep, k, BLOCK_N, UPCAST, PRECISION)
-        else:
-            dq = dot(ds.to(k.dtype), k, dq, UPCAST, PRECISION)
-    return dq, dalibi
+            k, found = cleaned(k, keep)
+            odd = tl.maximum(odd, found)
+        dq = dot(ds.to(k.dtype), k, dq, UPCAST, PRECISION)
+    return dq, dalibi, odd
+
+
+@triton.jit
+def odd_keys(
+    i, q_base, do_base, k_base, v_base, qs, ks, vs, dos, row_lse, row_low, row_delta, b, h, bh, j0, len_q, len_k,
+    qk_scale, cap, bias, bias_strides, slope, rng, threshold, survivor_weight, m,
+    has_low: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(D,): what keys that are not finite among j0 .. j0 + BLOCK_N add to dQ of row i."""
+    j = j0 + tl.arange(0, BLOCK_N)[None, :]
+    k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
+    v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
+    s = tl.sum(k.to(tl.float32) * load_row(q_base, i, len_q, qs, D, BLOCK_D), 1)[None, :]  # (1, N)
+    dp = tl.sum(v.to(tl.float32) * load_row(do_base, i, len_q, dos, DV, BLOCK_DV), 1)[None, :]
+    alive = None
+    if rng is not None:
+        alive = survives(rng, threshold, bh, i, j0, 1, BLOCK_N)
+    _, _, ds, keep = grad_scores(
+        s, dp, i + tl.zeros([1, 1], tl.int32), j, row_lse, row_low, row_delta, alive, b, h, len_q, len_k, qk_scale, cap,
+        bias, bias_strides, slope, survivor_weight, m, has_low, KEEP, UNIT, SOFTCAP, True,
+    )  # fmt: skip
+    return odd_sum(ds, keep, k)
 
 
 @triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
@@ -343,24 +447,26 @@ def dq_kernel(
     where, n_full, n_all, full, first = visits(
         b, h, tile, i0, len_q, len_k, len_q, len_k, lists, list_strides, m, REACH, BLOCK_M, BLOCK_N
     )
-    q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
-    do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
+    q_base, do_base = head_base(q, qs, b, h, first_q), head_base(do, dos, b, h, first_q)
+    q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
+    do_tile = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
     row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     da = tl.zeros([BLOCK_M], tl.float32)
+    odd = 0
     for t in range(0, n_full):
         j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
-        acc, da = add_cols(
-            acc, da, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
+        acc, da, odd = add_cols(
+            acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
             qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
             low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
             False, False, dq is not None, dalibi is not None,
         )  # fmt: skip
     for t in range(n_full, n_all):
         j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
-        acc, da = add_cols(
-            acc, da, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
+        acc, da, odd = add_cols(
+            acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
             qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
             low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
             True, False, dq is not None, dalibi is not None,
@@ -372,16 +478,32 @@ def dq_kernel(
             da = tl.zeros([BLOCK_M], tl.float32)
             for t in tl.range(0, n_all, num_stages=1):
                 j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
-                acc, da = add_cols(
-                    acc, da, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q,
+                acc, da, odd = add_cols(
+                    acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q,
                     len_k, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight,
                     m, low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST,
                     PRECISION, True, True, dq is not None, dalibi is not None,
                 )  # fmt: skip
     if dq is not None:
-        store_tile(head_base(dq, dqs, b, h, first_q), i0, len_q, dqs, scaled(acc, scale), BLOCK_M, D, BLOCK_D, WIDE)
+        dq = head_base(dq, dqs, b, h, first_q)
+        store_tile(dq, i0, len_q, dqs, scaled(acc, scale), BLOCK_M, D, BLOCK_D, WIDE)
     if dalibi is not None:
         tl.store(dalibi + offset64(bh, tiles) + tile, tl.sum(tl.where(inside, da, 0.0), 0))
+    if dq is not None and (KEEP is not None or bias is not None):
+        if odd > 0:
+            tl.debug_barrier()  # the rows are stored
+            rows = tl.arange(0, BLOCK_M)
+            for row in tl.range(0, tl.minimum(BLOCK_M, len_q - i0), num_stages=1):
+                extra = tl.zeros([BLOCK_D], tl.float32)
+                for t in tl.range(0, n_all * (BLOCK_N // 16), num_stages=1):
+                    j0 = visited(t // (BLOCK_N // 16), lists, where, n_full, full, first) * BLOCK_N + t % (BLOCK_N // 16) * 16
+                    extra += odd_keys(
+                        i0 + row, q_base, do_base, k_base, v_base, qs, ks, vs, dos, pick(row_lse, rows, row),
+                        pick(row_low, rows, row), pick(row_delta, rows, row), b, h, bh, j0, len_q, len_k, qk_scale, cap,
+                        bias, bias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV, 16,
+                        BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE,
+                    )  # fmt: skip
+                add_to_row(dq, i0 + row, dqs, scaled(extra, scale), D, BLOCK_D)
 
 
 # --- the gradient of a broadcast bias --------------------------------------------------------------

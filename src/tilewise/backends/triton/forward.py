@@ -20,15 +20,19 @@ from .primitives import (
     INF,
     LN2,
     NATURAL,
+    add_to_row,
     any_odd,
-    careful_dot,
+    cleaned,
     dot,
     exp_scores,
     exp_unit,
     head_base,
     kept,
+    load_row,
     load_tile,
+    odd_sum,
     offset64,
+    pick,
     scores,
     sequence,
     store_tile,
@@ -41,13 +45,13 @@ from .primitives import (
 
 @triton.jit
 def fold(
-    m_i, l_i, acc, q, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+    m_i, l_i, acc, odd, q, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
     bias, bias_strides, slope, rng, threshold, m,
     KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """``state.fold`` of keys j0 .. j0 + BLOCK_N: the new (m, l, acc)."""
+    """``state.fold`` of keys j0 .. j0 + BLOCK_N: the new (m, l, acc); odd becomes 1 if a value that is kept is not finite."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     j = j0 + tl.arange(0, BLOCK_N)[None, :]
     k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
@@ -72,10 +76,33 @@ def fold(
     if CAREFUL:
         if bias is not None:
             keep = keep & (s != -INF)
-        acc = careful_dot(acc, p, keep, v, BLOCK_N, UPCAST, PRECISION)
-    else:
-        acc = dot(p.to(v.dtype), v, acc, UPCAST, PRECISION)
-    return m_new, l_i, acc
+        v, found = cleaned(v, keep)
+        odd = tl.maximum(odd, found)
+    acc = dot(p.to(v.dtype), v, acc, UPCAST, PRECISION)
+    return m_new, l_i, acc, odd
+
+
+@triton.jit
+def odd_values(
+    i, base, q_base, k_base, v_base, qs, ks, vs, b, h, bh, j0, len_q, len_k, qk_scale, cap,
+    bias, bias_strides, slope, rng, threshold, m,
+    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(Dv,): what values that are not finite among keys j0 .. j0 + BLOCK_N add to row i; base is the row's maximum."""
+    j = j0 + tl.arange(0, BLOCK_N)[None, :]
+    k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
+    s = tl.sum(k.to(tl.float32) * load_row(q_base, i, len_q, qs, D, BLOCK_D), 1)[None, :]  # (1, N)
+    at = i + tl.zeros([1, 1], tl.int32)
+    s, _ = scores(s, at, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
+    keep = kept(b, h, at, j, len_q, len_k, m, KEEP)
+    if bias is not None:
+        keep = keep & (s != -INF)
+    p = tl.where(keep, exp_scores(s, base, qk_scale, UNIT), 0.0)
+    if rng is not None:
+        p = tl.where(survives(rng, threshold, bh, i, j0, 1, BLOCK_N), p, 0.0)
+    v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
+    return odd_sum(p, keep, v)
 
 
 @triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
@@ -114,17 +141,18 @@ def forward_kernel(
     m_i = tl.full([BLOCK_M], -INF, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    odd = 0
     for t in range(0, n_full):
         j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
-        m_i, l_i, acc = fold(
-            m_i, l_i, acc, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+        m_i, l_i, acc, odd = fold(
+            m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
             bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False,
         )  # fmt: skip
     for t in range(n_full, n_all):
         j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
-        m_i, l_i, acc = fold(
-            m_i, l_i, acc, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+        m_i, l_i, acc, odd = fold(
+            m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
             bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, False,
         )  # fmt: skip
@@ -137,12 +165,13 @@ def forward_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             for t in tl.range(0, n_all, num_stages=1):
                 j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
-                m_i, l_i, acc = fold(
-                    m_i, l_i, acc, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+                m_i, l_i, acc, odd = fold(
+                    m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
                     bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
                     UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, True,
                 )  # fmt: skip
 
+    top_m = m_i
     to_natural = 1.0 if UNIT == NATURAL else LN2
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q + rows
     if top is not None:  # a maximum passes NaN by, the sum does not
@@ -168,6 +197,19 @@ def forward_kernel(
     out = tl.where(none[:, None], 0.0, acc * weight[:, None])
     o_base = head_base(o, os, b, h, first_q)
     store_tile(o_base, i0, len_q, os, out, BLOCK_M, DV, BLOCK_DV, WIDE)
+    if KEEP is not None or bias is not None:
+        if odd > 0:
+            tl.debug_barrier()  # the rows are stored
+            for row in tl.range(0, tl.minimum(BLOCK_M, len_q - i0), num_stages=1):
+                extra = tl.zeros([BLOCK_DV], tl.float32)
+                for t in tl.range(0, n_all * (BLOCK_N // 16), num_stages=1):
+                    j0 = visited(t // (BLOCK_N // 16), lists, where, n_full, full, first) * BLOCK_N + t % (BLOCK_N // 16) * 16
+                    extra += odd_values(
+                        i0 + row, pick(tl.where(top_m == -INF, 0.0, top_m), rows, i0 + row), q_base, k_base, v_base, qs, ks, vs,
+                        b, h, bh, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV,
+                        16, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE,
+                    )  # fmt: skip
+                add_to_row(o_base, i0 + row, os, extra, DV, BLOCK_DV)
 
 
 def forward(r: Request) -> Output:

@@ -231,6 +231,11 @@ def survives(rng, threshold, bh, i0, j0, M: tl.constexpr, N: tl.constexpr):
 
 
 # --- products beside things that are not numbers ---------------------------------------------------
+#
+# 0 * NaN is NaN, so a product a b lets a row of b that is not finite reach rows of a that are 0 there because they do
+# not keep it. Fast products are taken anyway, and looked at once, at the end. Only where they came out as
+# NaN or inf a program does them again with these rows ``cleaned`` to 0: the same sum, bit for bit, as if they were
+# numbers. Should one of them be kept by somebody, what it adds is then added to the result, row by row (``odd_sum``).
 
 
 @triton.jit
@@ -241,22 +246,40 @@ def any_odd(x, rows):
 
 
 @triton.jit
-def careful_dot(acc, a, keep, b, K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a b for a (M, K) that is 0 wherever keep is False.
-
-    0 * NaN is NaN: where b is not finite, a pair that is not kept must still add nothing, so these rows of b
-    are multiplied element by element. The rest is the same product as elsewhere, bit for bit.
-    """
+def cleaned(b, keep):
+    """b (K, C) with 0 for what is not finite; 1 if a row with such is kept by one of the rows of keep (M, K)."""
     wide = b.to(tl.float32)
     finite = tl.abs(wide) < INF
-    acc = dot(a.to(b.dtype), tl.where(finite, wide, 0.0).to(b.dtype), acc, UPCAST, PRECISION)
-    odd = tl.where(finite, 0.0, wide)
-    n_odd = tl.max(tl.max(tl.where(finite, 0, 1), 1), 0)
-    if n_odd > 0:
-        for x in range(0, K):
-            here = tl.arange(0, K) == x
-            a_col = tl.sum(tl.where(here[None, :], a, 0.0), 1)
-            k_col = tl.max(tl.where(here[None, :] & keep, 1, 0), 1) > 0
-            b_row = tl.sum(tl.where(here[:, None], odd, 0.0), 0)
-            acc += tl.where(k_col[:, None] & (b_row != 0)[None, :], a_col[:, None] * b_row[None, :], 0.0)
-    return acc
+    odd = tl.max(tl.where(finite, 0, 1), 1)
+    kept_by = tl.max(tl.where(keep, 1, 0), 0)
+    return tl.where(finite, wide, 0.0).to(b.dtype), tl.max(odd * kept_by, 0)
+
+
+@triton.jit
+def odd_sum(a, keep, b):
+    """(C,): what the rows of b (K, C) that are not finite add to one row of a b; a and keep (1, K)."""
+    wide = b.to(tl.float32)
+    finite = tl.abs(wide) < INF
+    factor, kept_by = tl.sum(a, 0), tl.max(tl.where(keep, 1, 0), 0) > 0
+    return tl.sum(tl.where(kept_by[:, None] & ~finite, factor[:, None] * wide, 0.0), 0)
+
+
+@triton.jit
+def pick(x, rows, row):
+    """x (M,) at one of its rows, a scalar."""
+    return tl.sum(tl.where(rows == row, x, 0.0), 0)
+
+
+@triton.jit
+def add_to_row(base, row, strides, x, D: tl.constexpr, C: tl.constexpr):
+    """x (C,), NaN or inf where it is not 0, added to a row of a (length, D) matrix in memory."""
+    at = tile_ptrs(base, row, strides, 1, C, True)
+    inside = (tl.arange(0, C) < D)[None, :] & (x != 0)[None, :]
+    old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, (old + x[None, :]).to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_row(base, row, length, strides, D: tl.constexpr, C: tl.constexpr):
+    """One row of a (length, D) matrix as fp32 (1, C)."""
+    return load_tile(base, row, length, strides, 1, D, C, True, True).to(tl.float32)

@@ -1,0 +1,219 @@
+"""The kernels of ``triton`` in Triton's interpreter: the judge's problems, and the promises that need bits.
+
+    TRITON_INTERPRET=1 pytest tests/test_triton.py
+
+The variable must be set before triton is imported. bf16 is left to the GPU: the interpreter truncates it.
+"""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the kernels run on a CPU only with TRITON_INTERPRET=1 set before the start", allow_module_level=True)
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+from tilewise import attention, dispatch, masks  # noqa: E402
+from tilewise.backends import triton as backend  # noqa: E402
+from tilewise.backends.triton import config  # noqa: E402
+from tilewise.backends.triton.primitives import survives  # noqa: E402
+from tilewise.masks import Patch  # noqa: E402
+from tilewise.philox import dropout_keep, threshold  # noqa: E402
+from tilewise.testing import judge, problems  # noqa: E402
+from tilewise.testing.problems import Maker  # noqa: E402
+
+for _backend in backend.backends():
+    dispatch.register(_backend)
+
+
+def _patch_once(fn, patch=interpreter._patch_lang, patched=set()):  # noqa: B006
+    """The interpreter patches triton.language anew for every call of a helper, half of its time. Once is enough here."""
+    langs = frozenset(id(x) for x in fn.__globals__.values() if x in (tl, tl.core))
+    if langs in patched:
+        return interpreter._LangPatchScope()
+    patched.add(langs)
+    patch(fn)
+    return interpreter._LangPatchScope()
+
+
+interpreter._patch_lang = _patch_once
+
+
+def sizes(p):
+    """(tiles of 16 x 16 over all heads, tile shape to use) of a problem."""
+    t = p.make(Maker(p.name, torch.float32, "cpu")).tensors
+    q, k = t["q"], t["k"]
+    heads = q.shape[1] * (q.shape[0] if q.dim() == 4 else 1)
+    area = q.shape[-2 if q.dim() == 4 else 0] * k.shape[-2 if q.dim() == 4 else 0] * heads
+    return area, (16, 16) if area <= 30_000 else (32, 32) if area <= 130_000 else (64, 64)
+
+
+AREA = float(os.environ.get("TILEWISE_TEST_AREA", 250_000))
+SMALL = {p.name: p for p in problems() if sizes(p)[0] <= AREA}
+
+
+@pytest.fixture
+def tiles():
+    yield config.interpret_in_tiles
+    config.interpret_in_tiles(16, 16)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", SMALL)
+def test_problem(name, tiles):
+    """Every small problem, forward and gradients, fp32 and fp16, by the error budget."""
+    tiles(*sizes(SMALL[name])[1])
+    # Plain fp32 and fp16 differ in units and products: both where there is something to differ in.
+    for dtype in (torch.float32, torch.float16):
+        verdicts = judge(SMALL[name], "triton", dtype)
+        assert len(verdicts) > 1, verdicts[0].note
+        assert not [f"{v.quantity}: {v.note}" for v in verdicts if not v.ok], dtype
+
+
+def test_most_problems_are_small():
+    assert len(SMALL) >= 0.9 * len(problems())
+
+
+# --- predicates -----------------------------------------------------------------------------------
+
+
+def qkv(b=2, h=2, lq=37, lk=45, d=8, grad=False, dtype=torch.float32):
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(b, h, n, d, generator=g).to(dtype).requires_grad_(grad) for n in (lq, lk, lk)]
+
+
+_TABLE = torch.randint(0, 3, (2, 64), generator=torch.Generator().manual_seed(3))
+_FLAGS = torch.rand(64, generator=torch.Generator().manual_seed(4)) < 0.5
+_WIDTH = 9
+
+
+def _with_closure(n, t):
+    return lambda b, h, i, j: (t[b, j] != n) & ((i - j) // 3 >= -n)
+
+
+PREDICATES = {
+    "arithmetic": (lambda b, h, i, j: (i * 3 + j * 5 + h) % 7 < 4,),
+    "python's floor": (lambda b, h, i, j: ((i - j) // 4 % 3 == 1) | ((j - i) % 5 == 2),),
+    "captured": (lambda b, h, i, j, t, f: (t[b, j] == t[b, i]) | f[j], _TABLE, _FLAGS),
+    "closure": (_with_closure(1, _TABLE),),
+    "global": (lambda b, h, i, j: (i - j).abs() < _WIDTH + h,),
+    "torch functions": (lambda b, h, i, j: torch.where(b == 0, torch.maximum(i, j) % 2 == 0, torch.logical_not(i > j)),),
+    "floats": (lambda b, h, i, j: i * 0.5 + 0.25 > j / 3,),
+    "loop over numbers": (lambda b, h, i, j: sum((j == n) for n in range(3)) + (i >= j) > 0,),
+    "past 32 bits": (lambda b, h, i, j: (i * 100003 * 70001 + j) % 3 == 0,),
+    "constant": (lambda b, h, i, j: (i >= 0) & True,),
+}
+
+
+@pytest.mark.parametrize("name", PREDICATES)
+def test_predicates_are_compiled(name):
+    """The same mask as PyTorch computes, in the forward and in the gradients."""
+    mask = masks.predicate(*PREDICATES[name])
+    for combined in (mask, mask & masks.causal("bottom_right"), ~mask | masks.key_lengths(torch.tensor([3, 30]))):
+        results = []
+        for which in ("triton", "tiled"):
+            q, k, v = qkv(grad=True)
+            out = attention(q, k, v, combined, backend=which)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def _branches(b, h, i, j):
+    return i >= j if b == 0 else j >= 0
+
+
+def _calls(b, h, i, j):
+    return torch.sin(i) > torch.cos(j)
+
+
+@pytest.mark.parametrize(("fn", "why"), [(_branches, "if, and, or, not"), (_calls, "sin")])
+def test_a_predicate_that_cannot_be_compiled_is_refused_with_its_reason(fn, why):
+    with pytest.raises(NotImplementedError, match=f"cannot compile the predicate {fn.__name__}.*{why}"):
+        attention(*qkv(), masks.predicate(fn), backend="triton")
+
+
+def test_numbers_of_a_predicate_are_arguments():
+    """Another value, window or length gives the same function: nothing is compiled again."""
+    from tilewise.backends.triton.lower import lower
+
+    def made(n, w):
+        mask = masks.predicate(lambda b, h, i, j: j % n != 1) & masks.window(w, 0)
+        return lower(mask)[0].keep
+
+    assert made(5, 100) is made(7, 200)
+
+
+# --- bits -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _survivors(out, rng, threshold, bh, i0, j0, M: tl.constexpr, N: tl.constexpr):
+    keep = survives(rng, threshold, bh, i0, j0, M, N)
+    at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out + at, keep.to(tl.int8))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_is_the_philox_of_tiled(p):
+    rng = torch.tensor([2**61 + 12345, 2**40 + 7])
+    out = torch.empty(32, 64, dtype=torch.int8)
+    bits = threshold(p)
+    _survivors[(1,)](out, rng, bits - 2**32 if bits >= 2**31 else bits, 3 * 5 + 2, 48, 64, 32, 64)
+    patch = Patch(slice(3, 4), slice(2, 3), slice(48, 80), slice(64, 128), 200, 200, torch.device("cpu"))
+    assert torch.equal(out.bool(), dropout_keep(rng, p, patch, 5)[0, 0])
+
+
+def run(q, k, v, *args, **kw):
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, *args, backend="triton", **kw)
+    return out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["lengths", "dense", "bias"])
+def test_what_is_masked_changes_no_bit(bad, kind):
+    q, k, v = qkv(dtype=torch.float16)
+    lengths = torch.tensor([20, 33])
+    hidden = torch.arange(45)[None] >= lengths[:, None]  # (B, Lk)
+    kw = {"mask": masks.key_lengths(lengths)}
+    if kind == "dense":
+        kw = {"mask": ~hidden[:, None, None]}
+    if kind == "bias":
+        kw = {"bias": torch.zeros(2, 1, 1, 45).masked_fill(hidden[:, None, None], -float("inf"))}
+    clean = run(q, k, v, **kw)
+    k2, v2 = (x.masked_fill(hidden[:, None, :, None], bad) for x in (k, v))
+    for a, b in zip(clean, run(q, k2, v2, **kw), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_key_seen_by_some_rows_poisons_only_these(which):
+    q, k, v = qkv(1, 1, 40, 40)
+    clean = run(q, k, v, masks.causal())
+    (k if which == "k" else v)[:, :, 17] = float("nan")
+    out, dq, dk, _ = run(q, k, v, masks.causal())
+    assert torch.equal(out[:, :, :17], clean[0][:, :, :17])
+    assert torch.equal(dq[:, :, :17], clean[1][:, :, :17])
+    assert out[:, :, 17:].isnan().all()
+    assert dk[:, :, 17].isnan().all()
+
+
+def test_runs_give_the_same_bits():
+    q, k, v = qkv()
+    kw = {"mask": masks.causal(), "dropout_p": 0.2, "seed": 3}
+    first = run(q, k, v, **kw)
+    for a, b in zip(first, run(q, k, v, **kw), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_reasons_without_an_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(NotImplementedError, match=r"runs on GPUs.*the tensors are on cpu"):
+        attention(*qkv(), backend="triton")
