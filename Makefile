@@ -8,12 +8,10 @@ VENV ?= .venv
 BIN := $(if $(VENV),$(VENV)/bin/,)
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 READY := $(if $(VENV),$(VENV)/ready,)
-# Two processes with a thread each: two OpenMP threads that wait for each other on busy cores crawl.
 WORKERS ?= 2
-export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint unit examples bench-cpu clean
+.PHONY: demo test lint unit bench-cpu clean
 
 demo: $(READY)
 	$(BIN)tilewise demo
@@ -25,11 +23,12 @@ lint: $(READY)
 	$(BIN)ruff format --check .
 	$(BIN)mypy
 
+# Processes with a thread each: OpenMP threads that wait for each other on busy cores crawl.
 unit: $(READY)
-	$(PY) -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
 bench-cpu: $(READY)
-	OMP_NUM_THREADS=2 $(PY) benchmarks/cpu.py
+	$(PY) benchmarks/cpu.py
 
 ifneq ($(VENV),)
 $(VENV)/ready: pyproject.toml constraints.txt
