@@ -1,7 +1,7 @@
 # make demo   the main job on real input          make test   everything CI runs
-# make gpu    the suite and the benchmark on a CUDA machine
+# make gpu    the judge and the benchmark on a CUDA machine; writes a record under benchmarks/results/
 #
-# Each creates .venv and installs what it needs. PYTHON=python3 VENV= uses that interpreter as it is.
+# Each creates .venv and installs what it needs; `make gpu PYTHON=python3` uses that interpreter as it is.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +11,7 @@ READY := $(if $(VENV),$(VENV)/ready,)
 WORKERS ?= 2
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint unit bench-cpu clean
+.PHONY: demo test lint unit bench-cpu gpu clean
 
 demo: $(READY)
 	$(BIN)tilewise demo
@@ -29,6 +29,14 @@ unit: $(READY)
 
 bench-cpu: $(READY)
 	$(PY) benchmarks/cpu.py
+
+ifeq ($(origin PYTHON),command line)
+gpu:
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(GPU_ARGS)
+else
+gpu: $(READY)
+	$(PY) benchmarks/gpu.py $(GPU_ARGS)
+endif
 
 ifneq ($(VENV),)
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 
 from ...dispatch import Backend, Grads, Output, Reason, Saved
+from ...masks import holders
 from ...request import Request
 from . import config
 
@@ -29,13 +30,20 @@ class TritonBackend(Backend):
         if r.device.type != "cuda" and not (config.interpreting() and r.device.type == "cpu"):
             fix = "move the tensors to a GPU, or backend='tiled'; TRITON_INTERPRET=1 runs the kernels on a CPU, slowly"
             reasons.append(Reason(f"runs on GPUs (cuda, ROCm), the tensors are on {r.device.type}", fix))
-        elif r.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(r.device) < (8, 0):
+        elif _too_old(r.device):
             reasons.append(Reason("needs an NVIDIA GPU of compute capability 8.0 or newer", "backend='tiled'"))
         if max(r.dim, r.dim_v) > MAX_DIM:
             reasons.append(Reason(f"takes head dims up to {MAX_DIM}, got {r.dim} and {r.dim_v}", "backend='tiled'"))
-        from .lower import untranslatable
+        if holders(r.mask):
+            from .predicates import LONGEST
 
-        return reasons + [Reason(why, "backend='tiled'") for why in untranslatable(r.mask)]
+            if max(r.len_q, r.len_k) > LONGEST:
+                why = f"compiles predicates for lengths up to {LONGEST}, got {r.len_q} and {r.len_k}"
+                reasons.append(Reason(why, "backend='tiled'"))
+            from .lower import untranslatable
+
+            reasons += [Reason(why, "backend='tiled'") for why in untranslatable(r.mask)]
+        return reasons
 
     def forward(self, r: Request) -> Output:
         from .forward import forward
@@ -46,6 +54,11 @@ class TritonBackend(Backend):
         from .gradients import backward
 
         return backward(r, saved, needs)
+
+
+def _too_old(device: torch.device) -> bool:
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 @lru_cache

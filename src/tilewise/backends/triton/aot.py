@@ -1,7 +1,7 @@
 """Compiling ahead of time, with no GPU: every kernel that a request would launch, for any target.
 
-The launch code itself runs, on tensors of the "meta" device, and each launch is compiled instead of made. What is compiled
-is therefore what would run: the same specialisation of every pointer, stride and constant.
+The launch code itself runs, on tensors of the "meta" device, and each launch is compiled instead of made. What is
+compiled is therefore what would run: the same specialisation of every pointer, stride and constant.
 
     compiled = compile_request(request, "sm_90", backward=True)
     compiled[0].shared, compiled[0].asm["ptx"]
@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from ...dispatch import Saved
 from ...request import Request
-from . import config, launch
+from . import config
 from .forward import forward
 from .gradients import backward as launch_backward
 
@@ -46,9 +46,10 @@ class Compiled(NamedTuple):
     shared: int
 
     def resources(self) -> dict[str, int]:
-        """Registers and stack (REG, STACK, ...) of an NVIDIA kernel, by cuobjdump; .private segment etc. of an AMD one."""
+        """REG, STACK, ... of an NVIDIA kernel, by cuobjdump; vgpr_count, private_segment_fixed_size of an AMD one."""
         if "cubin" not in self.asm:
-            found = re.findall(r"\.(private_segment_fixed_size|vgpr_count|vgpr_spill_count|sgpr_spill_count):\s*(\d+)", self.asm["amdgcn"])
+            names = "private_segment_fixed_size|vgpr_count|vgpr_spill_count|sgpr_spill_count"
+            found = re.findall(rf"\.({names}):\s*(\d+)", self.asm["amdgcn"])
             return {name: int(n) for name, n in found}
         with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
             f.write(self.asm["cubin"])
@@ -78,7 +79,8 @@ def recorded(target: str, only: str | None = None) -> Iterator[list[Compiled]]:
         if only is None or self.__name__ == only:
             made.append(compile_launch(self, target, *args, debug=False, **kwargs))
 
-    with mock.patch.object(JITFunction, "run", run), mock.patch.object(launch.config, "generation", lambda _: TARGETS[target][1]):
+    gpu = mock.patch.object(config, "generation", return_value=TARGETS[target][1])
+    with mock.patch.object(JITFunction, "run", run), gpu:
         yield made
 
 

@@ -36,6 +36,7 @@ from .primitives import (
     survives,
     unflatten,
     visited,
+    visited16,
     visits,
 )
 
@@ -60,7 +61,8 @@ def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.co
 
 @triton.jit
 def grad_scores(
-    s, dp, i, j, lse, low, delta, alive, b, h, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, survivor_weight, m,
+    s, dp, i, j, lse, low, delta, alive, b, h, len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
+    survivor_weight, m,
     has_low: tl.constexpr, KEEP: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """From q k^T and dO v^T of a tile: P after dropout, dS before and after the softcap, and what is kept.
@@ -68,7 +70,7 @@ def grad_scores(
     All that is not kept is 0, whatever stands there. lse, low and delta broadcast along the keys.
     """
     s, t = scores(s, i, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
-    if has_low:  # P = exp(S - lse) * exp(-lse_low)
+    if has_low:  # noqa: SIM108 - P = exp(S - lse) * exp(-lse_low)
         p = tl.exp2(((s - lse) - low) * LOG2E)
     else:
         p = exp_scores(s, lse, qk_scale, UNIT)
@@ -153,7 +155,7 @@ def add_rows(
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
 ):  # fmt: skip
-    """What queries i0 .. i0 + BLOCK_M add to dK and dV. Tiles are transposed, (N, M): P^T and dS^T feed the products."""
+    """What queries i0 .. i0 + BLOCK_M add to dK and dV. Tiles are transposed, (N, M), as P^T and dS^T are needed."""
     i = i0 + tl.arange(0, BLOCK_M)[None, :]
     j = j0 + tl.arange(0, BLOCK_N)[:, None]
     q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
@@ -200,7 +202,8 @@ def odd_queries(
         four = tl.trans(survives(rng, threshold, bh, i0, j // 4 * 4, BLOCK_M, 4))  # (4, M)
         alive = tl.max(tl.where(four & (tl.arange(0, 4) == j % 4)[:, None], 1, 0), 0)[None, :] > 0
     p, _, ds, keep = grad_scores(
-        s, dp, i, j + tl.zeros([1, 1], tl.int32), row_lse[None, :], row_low[None, :], row_delta[None, :], alive, b, h, len_q,
+        s, dp, i, j + tl.zeros([1, 1], tl.int32), row_lse[None, :], row_low[None, :], row_delta[None, :], alive, b, h,
+        len_q,
         len_k, qk_scale, cap, bias, bias_strides, slope, survivor_weight, m, low is not None, KEEP, UNIT, SOFTCAP, True,
     )  # fmt: skip
     return odd_sum(ds, keep, q), odd_sum(p, keep, do)
@@ -231,10 +234,12 @@ def add_odd_heads(
             b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
         )
         for t in tl.range(0, n_all * (BLOCK_M // 16), num_stages=1):
-            i0 = visited(t // (BLOCK_M // 16), lists, where, n_full, full, first) * BLOCK_M + t % (BLOCK_M // 16) * 16
+            i0 = visited16(t, lists, where, n_full, full, first, BLOCK_M)
             more_k, more_v = odd_queries(
-                j, k_base, v_base, q_base, do_base, qs, ks, vs, dos, lse, low, delta, at, b, h, b * heads + h, i0, len_q,
-                len_k, qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, 16,
+                j, k_base, v_base, q_base, do_base, qs, ks, vs, dos, lse, low, delta, at, b, h, b * heads + h, i0,
+                len_q,
+                len_k, qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV,
+                16,
                 BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE,
             )  # fmt: skip
             dk += more_k
@@ -275,14 +280,16 @@ def add_heads(
                 i0 = visited(t, lists, where, n_full, full, first) * BLOCK_M
                 dk, dv, odd = add_rows(
                     dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k,
-                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
+                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV,
+                    BLOCK_M,
                     BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK, NEED_DV,
                 )  # fmt: skip
             for t in range(n_full, n_all):
                 i0 = visited(t, lists, where, n_full, full, first) * BLOCK_M
                 dk, dv, odd = add_rows(
                     dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k,
-                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
+                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV,
+                    BLOCK_M,
                     BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, False, NEED_DK, NEED_DV,
                 )  # fmt: skip
         else:
@@ -290,7 +297,8 @@ def add_heads(
                 i0 = visited(t, lists, where, n_full, full, first) * BLOCK_M
                 dk, dv, odd = add_rows(
                     dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k,
-                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
+                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV,
+                    BLOCK_M,
                     BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, True, NEED_DK, NEED_DV,
                 )  # fmt: skip
     return dk, dv, odd
@@ -298,7 +306,8 @@ def add_heads(
 
 @triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
 def dkdv_kernel(
-    q, k, v, do, lse, low, delta, dk, dv, qs, ks, vs, dos, dks, dvs, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group,
+    q, k, v, do, lse, low, delta, dk, dv, qs, ks, vs, dos, dks, dvs, stats, cu_q, cu_k, len_q, len_k, tiles, heads,
+    group,
     pairs, section, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight,
     lists, list_strides, m,
     KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -326,26 +335,37 @@ def dkdv_kernel(
     if KEEP is not None or bias is not None:
         inside = j0 + tl.arange(0, BLOCK_N) < len_k
         if any_odd(acc_k, inside) | any_odd(acc_v, inside):
-            acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-            acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-            acc_k, acc_v, odd = add_heads(
+            # One after the other, which takes fewer registers: they are those of the whole kernel.
+            zero_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+            zero_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+            _, acc_v, odd = add_heads(
                 k_tile, v_tile, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0,
                 len_q, len_k, heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
-                survivor_weight, lists, list_strides, m, acc_k, acc_v, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, dk is not None, dv is not None,
+                survivor_weight, lists, list_strides, m, zero_k, zero_v, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_DV,
+                UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, False, dv is not None,
             )  # fmt: skip
+            acc_k, _, odd_k = add_heads(
+                k_tile, v_tile, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0,
+                len_q, len_k, heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
+                survivor_weight, lists, list_strides, m, zero_k, zero_v, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_DV,
+                UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, dk is not None, False,
+            )  # fmt: skip
+            odd = tl.maximum(odd, odd_k)
     if dk is not None:
         dk = head_base(dk, dks, b, kv_head, first_k)
         store_tile(dk, j0, len_k, dks, scaled(acc_k, scale), BLOCK_N, D, BLOCK_D, WIDE)
     if dv is not None:
         dv = head_base(dv, dvs, b, kv_head, first_k)
         store_tile(dv, j0, len_k, dvs, acc_v * survivor_weight, BLOCK_N, DV, BLOCK_DV, WIDE)
-    if KEEP is not None or bias is not None:
+    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
         if odd > 0:
             tl.debug_barrier()  # the rows are stored
             for row in tl.range(0, tl.minimum(BLOCK_N, len_k - j0), num_stages=1):
                 more_k, more_v = add_odd_heads(
-                    j0 + row, k_base, v_base, q, do, qs, ks, vs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0,
+                    j0 + row, k_base, v_base, q, do, qs, ks, vs, dos, lse, low, delta, stats, first_q, b, kv_head,
+                    tile, j0,
                     len_q, len_k, heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
                     survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
                     UNIT, SOFTCAP, WIDE,
@@ -361,7 +381,8 @@ def dkdv_kernel(
 
 @triton.jit
 def add_cols(
-    dq, dalibi, odd, q, do, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
+    dq, dalibi, odd, q, do, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
+    qk_scale, cap,
     bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
     has_low: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -458,7 +479,8 @@ def dq_kernel(
     for t in range(0, n_full):
         j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
         acc, da, odd = add_cols(
-            acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
+            acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0,
+            len_q, len_k,
             qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
             low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
             False, False, dq is not None, dalibi is not None,
@@ -466,21 +488,24 @@ def dq_kernel(
     for t in range(n_full, n_all):
         j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
         acc, da, odd = add_cols(
-            acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
+            acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0,
+            len_q, len_k,
             qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
             low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
             True, False, dq is not None, dalibi is not None,
         )  # fmt: skip
     inside = i0 + tl.arange(0, BLOCK_M) < len_q
-    if KEEP is not None or bias is not None:
+    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
         if any_odd(acc, inside):
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             da = tl.zeros([BLOCK_M], tl.float32)
             for t in tl.range(0, n_all, num_stages=1):
                 j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
                 acc, da, odd = add_cols(
-                    acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q,
-                    len_k, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight,
+                    acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
+                    j0, len_q,
+                    len_k, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold,
+                    survivor_weight,
                     m, low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST,
                     PRECISION, True, True, dq is not None, dalibi is not None,
                 )  # fmt: skip
@@ -489,14 +514,14 @@ def dq_kernel(
         store_tile(dq, i0, len_q, dqs, scaled(acc, scale), BLOCK_M, D, BLOCK_D, WIDE)
     if dalibi is not None:
         tl.store(dalibi + offset64(bh, tiles) + tile, tl.sum(tl.where(inside, da, 0.0), 0))
-    if dq is not None and (KEEP is not None or bias is not None):
+    if dq is not None and (KEEP is not None or bias is not None):  # noqa: SIM102 - the outer one is decided when compiling
         if odd > 0:
             tl.debug_barrier()  # the rows are stored
             rows = tl.arange(0, BLOCK_M)
             for row in tl.range(0, tl.minimum(BLOCK_M, len_q - i0), num_stages=1):
                 extra = tl.zeros([BLOCK_D], tl.float32)
                 for t in tl.range(0, n_all * (BLOCK_N // 16), num_stages=1):
-                    j0 = visited(t // (BLOCK_N // 16), lists, where, n_full, full, first) * BLOCK_N + t % (BLOCK_N // 16) * 16
+                    j0 = visited16(t, lists, where, n_full, full, first, BLOCK_N)
                     extra += odd_keys(
                         i0 + row, q_base, do_base, k_base, v_base, qs, ks, vs, dos, pick(row_lse, rows, row),
                         pick(row_low, rows, row), pick(row_delta, rows, row), b, h, bh, j0, len_q, len_k, qk_scale, cap,
@@ -537,7 +562,8 @@ def dbias_kernel(
             q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
             do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
             k_tile = load_tile(head_base(k, ks, b, h // group, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
-            v_tile = load_tile(head_base(v, vs, b, h // group, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
+            v_base = head_base(v, vs, b, h // group, first_k)
+            v_tile = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
             at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
             row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT)
             s = dot(q_tile, tl.trans(k_tile), None, UPCAST, PRECISION)
@@ -547,7 +573,8 @@ def dbias_kernel(
                 alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
             base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
             _, ds, _, _ = grad_scores(
-                s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, b, h, len_q, len_k, qk_scale,
+                s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, b, h, len_q, len_k,
+                qk_scale,
                 cap, base, bias_strides, None, survivor_weight, m, low is not None, KEEP, UNIT, SOFTCAP, True,
             )  # fmt: skip
             acc += ds

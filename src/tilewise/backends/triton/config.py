@@ -1,8 +1,8 @@
 """Tile sizes, warps and pipeline depth: frozen configurations with the reason beside each.
 
 What limits a configuration is the shared memory of an SM (tiles of all stages) and the 64k registers of its threads
-(accumulators, and the tile of scores in fp32). ``tests/test_triton_aot.py`` compiles every configuration that ``choose``
-can return for sm_80, sm_90 and gfx942 and demands that nothing spills.
+(accumulators, and the tile of scores in fp32). ``tests/test_triton_aot.py`` compiles every configuration that
+``choose`` can return for sm_80, sm_90 and gfx942 and demands that nothing spills.
 """
 
 from __future__ import annotations
@@ -50,136 +50,119 @@ def generation(device: torch.device) -> str:
     return SM90 if (major, minor) == (9, 0) else SM80
 
 
-# The largest of max(D, Dv), then the tile. A row holds for head dims up to its first number.
-_Table = tuple[tuple[int, Config], ...]
+@dataclass(frozen=True)
+class Row:
+    """The configurations for head dims up to ``most``: without a mask, with one, and with more than that."""
 
-# NVIDIA, Hopper, 16 bits. wgmma takes 64 rows a warp group: two groups share 128 rows, so that a tile of scores is 64
-# registers a thread. The stages are what fits 227 KB.
-_SM90: dict[str, _Table] = {
+    most: int
+    plain: Config
+    masked: Config
+    extra: Config
+
+
+def row(most: int, plain: Config, masked: Config | None = None, extra: Config | None = None) -> Row:
+    masked = masked or plain
+    return Row(most, plain, masked, extra or masked)
+
+
+# A kernel with a mask carries the careful products beside the fast ones (see ``primitives``), and ptxas gives a kernel
+# one set of registers: a tile that just fits without a mask spills with one, so masked tiles are smaller.
+
+# NVIDIA, Hopper, 16 bits. wgmma takes 64 rows a warp group: two groups share 128 rows, so that a 128 x 128 tile of
+# scores is 64 registers a thread. The stages are what fits 227 KB.
+_SM90: dict[str, tuple[Row, ...]] = {
     FORWARD: (
-        (64, Config(128, 128, 8, 3)),
-        (128, Config(128, 128, 8, 2)),  # 160 KB
-        (256, Config(128, 64, 8, 2)),  # 192 KB; 128 registers of accumulator
-        (512, Config(64, 32, 8, 2)),
+        # Best of 12 shapes each, bf16 at L = 4096 on an H200; 128 x 128 was 19 % slower at D = 64.
+        row(64, Config(128, 64, 8, 3), Config(64, 128, 4, 3), Config(128, 64, 8, 3)),
+        row(128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2)),  # 224 KB
+        row(256, Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
+        row(512, Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 2)),  # 64 rows would spill: mma.sync
     ),
-    # K and V stay, dK and dV are the accumulators: 128 keys, as dQ bytes and smem traffic fall with their number.
+    # K and V stay, dK and dV are the accumulators: many keys, as traffic on q and dO falls with their number. Few
+    # queries, so that three stages fit: worth 20 % of the whole backward at D = 64, 9 % at D = 128.
     DKDV: (
-        (64, Config(64, 128, 8, 2)),
-        (128, Config(64, 128, 8, 2)),
-        (256, Config(64, 64, 8, 1)),
-        (512, Config(32, 32, 8, 1)),
+        row(64, Config(32, 128, 4, 3), Config(32, 128, 4, 3), Config(32, 128, 8, 2)),
+        row(128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(32, 64, 8, 2)),
+        row(256, Config(32, 32, 8, 2), Config(32, 32, 8, 2), Config(16, 32, 8, 2)),
+        row(512, Config(16, 16, 8, 1)),
     ),
     DQ: (
-        (64, Config(128, 64, 8, 2)),
-        (128, Config(128, 64, 8, 2)),
-        (256, Config(64, 64, 8, 1)),
-        (512, Config(32, 32, 8, 1)),
+        row(64, Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2)),
+        row(128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2)),
+        row(256, Config(64, 32, 8, 2)),
+        row(512, Config(32, 16, 8, 1)),
     ),
-    DBIAS: (
-        (128, Config(64, 64, 8, 1)),
-        (256, Config(64, 64, 8, 1)),
-        (512, Config(32, 32, 8, 1)),
-    ),
+    DBIAS: (row(128, Config(64, 64, 8, 1)), row(256, Config(64, 32, 8, 1)), row(512, Config(32, 16, 8, 1))),
 }
 # NVIDIA, Ampere and all others, 16 bits: mma.sync, 163 KB (99 KB on consumer cards, which D <= 128 fits).
-_SM80: dict[str, _Table] = {
+_SM80: dict[str, tuple[Row, ...]] = {
     FORWARD: (
-        (64, Config(128, 64, 4, 3)),
-        (128, Config(128, 64, 8, 2)),
-        (256, Config(64, 32, 4, 2)),
-        (512, Config(32, 32, 8, 1)),
+        row(64, Config(128, 64, 4, 3), Config(128, 64, 8, 3)),
+        row(128, Config(128, 32, 8, 3)),
+        row(256, Config(64, 32, 8, 2)),
+        row(512, Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
     ),
     DKDV: (
-        (64, Config(64, 64, 4, 2)),
-        (128, Config(32, 64, 4, 2)),
-        (256, Config(32, 32, 8, 1)),
-        (512, Config(16, 32, 8, 1)),
+        row(64, Config(64, 64, 4, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 2)),
+        row(128, Config(32, 64, 8, 2), Config(32, 32, 8, 2)),
+        row(256, Config(16, 64, 8, 2), Config(16, 32, 8, 2)),
+        row(512, Config(16, 16, 8, 1)),
     ),
     DQ: (
-        (64, Config(64, 64, 4, 2)),
-        (128, Config(64, 32, 4, 2)),
-        (256, Config(32, 32, 8, 1)),
-        (512, Config(32, 16, 8, 1)),
+        row(64, Config(64, 64, 4, 2), Config(64, 32, 8, 2)),
+        row(128, Config(64, 32, 8, 2)),
+        row(256, Config(32, 32, 8, 2)),
+        row(512, Config(16, 16, 8, 1)),
     ),
     DBIAS: (
-        (128, Config(64, 64, 8, 1)),
-        (256, Config(32, 32, 8, 1)),
-        (512, Config(32, 16, 8, 1)),
+        row(64, Config(64, 64, 8, 1)),
+        row(128, Config(64, 32, 8, 1)),
+        row(256, Config(32, 32, 8, 1)),
+        row(512, Config(16, 16, 8, 1)),
     ),
 }
 # AMD, CDNA 3, 16 bits: 64 KB of LDS, so no second stage of wide tiles.
-_AMD: dict[str, _Table] = {
+_AMD: dict[str, tuple[Row, ...]] = {
     FORWARD: (
-        (64, Config(128, 64, 4, 1)),
-        (128, Config(128, 64, 4, 1)),
-        (256, Config(64, 32, 4, 1)),
-        (512, Config(32, 16, 4, 1)),
+        row(128, Config(128, 64, 4, 1)),
+        row(256, Config(64, 32, 4, 1)),
+        row(512, Config(32, 16, 4, 1)),
     ),
-    DKDV: (
-        (64, Config(32, 64, 4, 1)),
-        (128, Config(32, 64, 4, 1)),
-        (256, Config(16, 32, 4, 1)),
-        (512, Config(16, 16, 4, 1)),
-    ),
-    DQ: (
-        (64, Config(64, 32, 4, 1)),
-        (128, Config(64, 32, 4, 1)),
-        (256, Config(32, 16, 4, 1)),
-        (512, Config(16, 16, 4, 1)),
-    ),
-    DBIAS: (
-        (128, Config(32, 32, 4, 1)),
-        (256, Config(32, 16, 4, 1)),
-        (512, Config(16, 16, 4, 1)),
-    ),
+    DKDV: (row(128, Config(32, 64, 4, 1)), row(256, Config(16, 32, 4, 1)), row(512, Config(16, 16, 4, 1))),
+    DQ: (row(128, Config(64, 32, 4, 1)), row(256, Config(32, 16, 4, 1)), row(512, Config(16, 16, 4, 1))),
+    DBIAS: (row(128, Config(32, 32, 4, 1)), row(256, Config(32, 16, 4, 1)), row(512, Config(16, 16, 4, 1))),
 }
 # fp32 is multiplied in IEEE precision, without tensor cores: small tiles, as every operand passes through registers.
-_FP32: dict[str, _Table] = {
+_FP32: dict[str, tuple[Row, ...]] = {
     FORWARD: (
-        (64, Config(64, 32, 4, 1)),
-        (128, Config(32, 32, 4, 1)),
-        (256, Config(32, 16, 8, 1)),
-        (512, Config(16, 16, 8, 1)),
+        row(64, Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+        row(128, Config(32, 32, 4, 1), Config(32, 16, 4, 1)),
+        row(256, Config(32, 16, 8, 1), Config(16, 16, 8, 1)),
+        row(512, Config(16, 16, 8, 1)),
     ),
-    DKDV: (
-        (64, Config(32, 32, 4, 1)),
-        (128, Config(32, 32, 8, 1)),
-        (256, Config(16, 16, 8, 1)),
-        (512, Config(16, 16, 8, 1)),
-    ),
-    DQ: (
-        (64, Config(32, 32, 4, 1)),
-        (128, Config(32, 32, 8, 1)),
-        (256, Config(16, 16, 8, 1)),
-        (512, Config(16, 16, 8, 1)),
-    ),
-    DBIAS: (
-        (64, Config(32, 32, 4, 1)),
-        (128, Config(32, 32, 8, 1)),
-        (512, Config(16, 16, 8, 1)),
-    ),
+    DKDV: (row(64, Config(32, 32, 4, 1)), row(128, Config(32, 32, 8, 1)), row(512, Config(16, 16, 8, 1))),
+    DQ: (row(64, Config(32, 32, 4, 1)), row(128, Config(32, 32, 8, 1)), row(512, Config(16, 16, 8, 1))),
+    DBIAS: (row(64, Config(32, 32, 4, 1)), row(128, Config(32, 32, 8, 1)), row(512, Config(16, 16, 8, 1))),
 }
-_DELTA: _Table = ((128, Config(64, 64, 4, 1)), (512, Config(16, 16, 4, 1)))  # bound by memory: a few rows a warp
+_DELTA = (row(128, Config(64, 64, 4, 1)), row(512, Config(16, 16, 4, 1)))  # bound by memory: a few rows a warp
 
 
 @lru_cache
-def choose(direction: str, d: int, dv: int, half: bool, extra: bool, gpu: str) -> Config:
+def choose(direction: str, d: int, dv: int, half: bool, masked: bool, extra: bool, gpu: str) -> Config:
     """The configuration of a kernel.
 
-    d, dv: bucketed head dims. half: fp16 or bf16. extra: a bias, a softcap or dropout, which need registers beside
-    the scores.
+    d, dv: bucketed head dims. half: fp16 or bf16. masked: there is a mask. extra: there is a bias, a softcap or
+    dropout, which need registers beside the scores.
     """
-    if gpu == INTERPRETER:  # enough tiles to prove the loops, few enough to be quick
+    if gpu == INTERPRETER:
         return _interpreted
-    if direction == DELTA:
-        table = _DELTA
-    else:
-        tables = _FP32 if not half else {SM90: _SM90, SM80: _SM80, AMD: _AMD}[gpu]
-        table = tables[direction]
-    return next(c for most, c in table if max(d, dv) <= most)
+    tables = _FP32 if not half else {SM90: _SM90, SM80: _SM80, AMD: _AMD}[gpu]
+    rows = _DELTA if direction == DELTA else tables[direction]
+    found = next(r for r in rows if max(d, dv) <= r.most)
+    return found.extra if extra else found.masked if masked else found.plain
 
 
-_interpreted = Config(16, 16, 4, 1)
+_interpreted = Config(16, 16, 4, 1)  # enough tiles to prove the loops, few enough to be quick
 
 
 def interpret_in_tiles(block_m: int, block_n: int) -> None:

@@ -39,6 +39,7 @@ from .primitives import (
     survives,
     unflatten,
     visited,
+    visited16,
     visits,
 )
 
@@ -51,7 +52,7 @@ def fold(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """``state.fold`` of keys j0 .. j0 + BLOCK_N: the new (m, l, acc); odd becomes 1 if a value that is kept is not finite."""
+    """``state.fold`` of keys j0 .. j0 + BLOCK_N: (m, l, acc); odd is 1 once a value that is kept is not finite."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     j = j0 + tl.arange(0, BLOCK_N)[None, :]
     k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
@@ -158,7 +159,7 @@ def forward_kernel(
         )  # fmt: skip
     rows = i0 + tl.arange(0, BLOCK_M)
     inside = rows < len_q
-    if KEEP is not None or bias is not None:
+    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
         if any_odd(acc, inside):
             m_i = tl.full([BLOCK_M], -INF, tl.float32)
             l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -197,16 +198,18 @@ def forward_kernel(
     out = tl.where(none[:, None], 0.0, acc * weight[:, None])
     o_base = head_base(o, os, b, h, first_q)
     store_tile(o_base, i0, len_q, os, out, BLOCK_M, DV, BLOCK_DV, WIDE)
-    if KEEP is not None or bias is not None:
+    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
         if odd > 0:
             tl.debug_barrier()  # the rows are stored
             for row in tl.range(0, tl.minimum(BLOCK_M, len_q - i0), num_stages=1):
                 extra = tl.zeros([BLOCK_DV], tl.float32)
                 for t in tl.range(0, n_all * (BLOCK_N // 16), num_stages=1):
-                    j0 = visited(t // (BLOCK_N // 16), lists, where, n_full, full, first) * BLOCK_N + t % (BLOCK_N // 16) * 16
+                    j0 = visited16(t, lists, where, n_full, full, first, BLOCK_N)
                     extra += odd_values(
-                        i0 + row, pick(tl.where(top_m == -INF, 0.0, top_m), rows, i0 + row), q_base, k_base, v_base, qs, ks, vs,
-                        b, h, bh, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV,
+                        i0 + row, pick(tl.where(top_m == -INF, 0.0, top_m), rows, i0 + row), q_base, k_base, v_base,
+                        qs, ks, vs,
+                        b, h, bh, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP,
+                        D, DV,
                         16, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE,
                     )  # fmt: skip
                 add_to_row(o_base, i0 + row, os, extra, DV, BLOCK_DV)
@@ -215,7 +218,8 @@ def forward_kernel(
 def forward(r: Request) -> Output:
     """Launch the forward."""
     p = Problem(r)
-    o = Output(r.new_out(), r.new_stats(), r.new_stats() if r.want_max_logits else None, r.new_stats() if r.keeps_low else None)
+    top, low = (r.new_stats() if wanted else None for wanted in (r.want_max_logits, r.keeps_low))
+    o = Output(r.new_out(), r.new_stats(), top, low)
     if p.ragged:  # rows that belong to no sequence
         o.out.zero_()
         for x, empty in ((o.lse, NEG_INF), (o.max_logits, NEG_INF), (o.lse_low, 0.0)):

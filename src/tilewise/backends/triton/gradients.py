@@ -86,7 +86,7 @@ class _Backward:
     def _constants(self) -> dict[str, Any]:
         r, p = self.r, self.p
         tensors = (r.q, r.k, r.v, self.dout, self.dq, self.dk, self.dv)
-        return dict(
+        return dict(  # noqa: C408
             KEEP=p.mask.keep, D=r.dim, DV=r.dim_v, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
             SOFTCAP=r.softcap is not None, WIDE=p.wide(*tensors), UPCAST=p.upcast, PRECISION="ieee",
         )  # fmt: skip
@@ -107,8 +107,10 @@ class _Backward:
         dk, dv = self.dk, self.dv
         dkdv_kernel[(tiles * pairs,)](
             *self._inputs(), dk, dv, *self._input_strides(), none if dk is None else p.strides(dk),
-            none if dv is None else p.strides(dv), self.stats, p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group,
-            pairs, min(max(1, p.section() // r.group), pairs), r.scale, p.qk_scale, p.cap, *p.bias_args(), *p.alibi_args(),
+            none if dv is None else p.strides(dv), self.stats, p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads,
+            r.group,
+            pairs, min(max(1, p.section() // r.group), pairs), r.scale, p.qk_scale, p.cap, *p.bias_args(),
+            *p.alibi_args(),
             *p.dropout_args(), lists, list_strides, p.mask_args,
             REACH=p.mask.reach_q, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, **self._constants(),
             num_warps=cfg.num_warps, num_stages=cfg.num_stages,
@@ -123,7 +125,8 @@ class _Backward:
         self.dalibi = self._partial(tiles) if "alibi" in self.needs else None
         dq, dbias = self.dq, self.dbias
         dq_kernel[(tiles * pairs,)](
-            *self._inputs(), dq, *self._input_strides(), none if dq is None else p.strides(dq), self.stats, p.cu_q, p.cu_k,
+            *self._inputs(), dq, *self._input_strides(), none if dq is None else p.strides(dq), self.stats, p.cu_q,
+            p.cu_k,
             r.len_q, r.len_k, tiles, r.heads, r.group, pairs, min(p.section(), pairs), r.scale, p.qk_scale, p.cap,
             *p.bias_args(), dbias, none if dbias is None else dbias.stride(), *p.alibi_args(), self.dalibi,
             *p.dropout_args(), lists, list_strides, p.mask_args,
@@ -155,7 +158,6 @@ class _Backward:
     # --- results
 
     def grads(self) -> Grads:
-        r = self.r
         return Grads(self.dq, self.dk, self.dv, self.dbias, self._alibi(), self._sinks())
 
     def _alibi(self) -> Tensor | None:

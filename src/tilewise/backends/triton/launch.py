@@ -28,10 +28,11 @@ class Problem:
     def __init__(self, r: Request):
         self.r = r
         self.ragged = r.ragged is not None
-        self.cu_q, self.cu_k = (None, None) if r.ragged is None else (r.ragged.cu_q, r.ragged.cu_k)
+        self.cu_q: Tensor | None = None if r.ragged is None else r.ragged.cu_q
+        self.cu_k: Tensor | None = None if r.ragged is None else r.ragged.cu_k
         self.gpu = config.generation(r.device)
-        self.mask, self.mask_args = lower(r.mask)
-        self.mask_args = tuple(x.to(r.device) if isinstance(x, Tensor) and x.device != r.device else x for x in self.mask_args)
+        self.mask, args = lower(r.mask)
+        self.mask_args = tuple(x.to(r.device) if isinstance(x, Tensor) else x for x in args)
         self.half = r.dtype != torch.float32
         self.unit = self._unit()
         self.block_d, self.block_dv = config.bucket(r.dim), config.bucket(r.dim_v)
@@ -52,7 +53,7 @@ class Problem:
     def config(self, direction: str) -> Config:
         r = self.r
         extra = r.bias is not None or r.softcap is not None or r.dropout_p > 0
-        return config.choose(direction, self.block_d, self.block_dv, self.half, extra, self.gpu)
+        return config.choose(direction, self.block_d, self.block_dv, self.half, r.mask is not None, extra, self.gpu)
 
     def strides(self, x: Tensor) -> tuple[int, ...]:
         """(batch, head, row, channel)."""
@@ -124,7 +125,8 @@ def tile_lists(r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool
             table, cu_q, cu_k, r.len_q, r.len_k, rows, cols, nh, args, mask.verdict, cfg.block_m, cfg.block_n
         )
     if others:
-        compact_kernel[(nb * nh * others,)](table, lists, n, others, step, row_step, 16 if config.interpreting() else 128)
+        chunk = 16 if config.interpreting() else 128
+        compact_kernel[(nb * nh * others,)](table, lists, n, others, step, row_step, chunk)
     return lists, (lists.stride(0) if nb > 1 else 0, lists.stride(1) if nh > 1 else 0, lists.stride(2))
 
 

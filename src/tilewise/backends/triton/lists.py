@@ -60,7 +60,7 @@ def classify_kernel(
     if (i0 <= i1) & (j0 <= j1):
         v = tl.cast(VERDICT(b, h, i0, i1, j0, j1, len_q, len_k, m, BLOCK_M, BLOCK_N), tl.int32)
         v = tl.where((i0 + BLOCK_M > len_q) | (j0 + BLOCK_N > len_k), tl.minimum(v, 1), v)
-    tl.store(table + pid, v.to(tl.int8))
+    tl.store(table + pid, tl.cast(v, tl.int8))
 
 
 @triton.jit(do_not_specialize=["n", "others", "step", "row_step"])

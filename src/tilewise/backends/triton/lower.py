@@ -6,8 +6,8 @@
     verdict(b, h, i0, i1, j0, j1, ...)  EMPTY, PARTIAL or FULL of a tile, where ranges cannot say it
 
 Bands and lengths are ranges: nothing is stored, nothing launched. All else gets lists of the tiles to visit, made on
-the device by ``lists.py`` from ``verdict``. The text of the functions depends on the structure of the mask alone. Numbers,
-sizes and strides are arguments (the tuple ``m``), so that no new window, length or batch compiles anything.
+the device by ``lists.py`` from ``verdict``. The text of the functions depends on the structure of the mask alone.
+Numbers, sizes and strides are arguments (the tuple ``m``): no new window, length or batch compiles anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any as AnyType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...masks import BOTTOM_RIGHT, TOP_LEFT, All, Any, Band, Dense, Documents, Lengths, Mask, Not, Predicate
 from .predicates import Traced, Untranslatable, trace
@@ -93,14 +92,15 @@ def _arguments(mask: Mask) -> tuple[list[Arguments], list]:
 def _values(leaf: Mask) -> list:
     if isinstance(leaf, Band):
         offset = 0 if leaf.align in (None, TOP_LEFT, BOTTOM_RIGHT) else leaf.align
-        return [max(-_FAR, min(int(x or 0), _FAR)) for x in (leaf.left, leaf.right, offset)]  # type: ignore[call-overload]
+        return [max(-_FAR, min(int(x or 0), _FAR)) for x in (leaf.left, leaf.right, offset)]
     if isinstance(leaf, Lengths):
         return [leaf.lengths, leaf.lengths.stride(0)]
     if isinstance(leaf, Documents):
         ids = (leaf.q_ids, leaf.k_ids)
         return [x for t in ids for x in (t, t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))]
     if isinstance(leaf, Dense):
-        return [leaf.mask.view(torch.uint8), *(s if n > 1 else 0 for n, s in zip(leaf.mask.shape, leaf.mask.stride(), strict=True))]
+        x = leaf.mask
+        return [x.view(torch.uint8), *(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True))]
     raise NotImplementedError(f"the triton backend does not know the mask {leaf!r}")
 
 
@@ -218,7 +218,9 @@ def _reach(mask: Mask, given: dict[int, Arguments], axis: int, lines: list[str])
         if axis == 0:  # i runs from j - diagonal - right to j - diagonal + left
             d, below, above = f"(0 - {d})", above, below
         lo, full_lo = ("0", "0") if below[1] is None else (f"x0 + {d} - {below[0]}", f"x1 + {d} - {below[0]}")
-        hi, full_hi = (str(_FAR),) * 2 if above[1] is None else (f"x1 + {d} + {above[0]} + 1", f"x0 + {d} + {above[0]} + 1")
+        hi, full_hi = str(_FAR), str(_FAR)
+        if above[1] is not None:
+            hi, full_hi = f"x1 + {d} + {above[0]} + 1", f"x0 + {d} + {above[0]} + 1"
         return _named((lo, hi, full_lo, full_hi), lines)
     assert isinstance(mask, Lengths)
     lo, hi = _length(mask, at)
@@ -226,9 +228,8 @@ def _reach(mask: Mask, given: dict[int, Arguments], axis: int, lines: list[str])
         lo, hi = _named((lo, hi), lines)
         return lo, hi, lo, hi
     lo, hi = _named((lo, hi), lines)
-    return _named(
-        ("0", f"tl.where((x1 >= {lo}) & (x0 < {hi}), {_FAR}, 0)", "0", f"tl.where((x0 >= {lo}) & (x1 < {hi}), {_FAR}, 0)"), lines
-    )
+    some, every = f"(x1 >= {lo}) & (x0 < {hi})", f"(x0 >= {lo}) & (x1 < {hi})"
+    return _named(("0", f"tl.where({some}, {_FAR}, 0)", "0", f"tl.where({every}, {_FAR}, 0)"), lines)
 
 
 def _named(values: tuple[str, ...], lines: list[str]) -> tuple[str, ...]:
@@ -281,8 +282,9 @@ def _verdict(mask: Mask, given: dict[int, Arguments], lines: list[str]) -> str:
     if isinstance(mask, Band):
         d = _diagonal(mask, at)
         near, far = _named((f"j0 - i1 - {d}", f"j1 - i0 - {d}"), lines)
-        full = [f"({near} >= -m[{at}])"] * (mask.left is not None) + [f"({far} <= m[{at + 1}])"] * (mask.right is not None)
-        empty = [f"({far} < -m[{at}])"] * (mask.left is not None) + [f"({near} > m[{at + 1}])"] * (mask.right is not None)
+        left, right = mask.left is not None, mask.right is not None
+        full = [f"({near} >= -m[{at}])"] * left + [f"({far} <= m[{at + 1}])"] * right
+        empty = [f"({far} < -m[{at}])"] * left + [f"({near} > m[{at + 1}])"] * right
         if not full:
             return _named((f"tl.where({near} <= {_FAR}, 2, 2)",), lines)[0]
         return _verdict_of(" & ".join(full), " | ".join(empty), lines)

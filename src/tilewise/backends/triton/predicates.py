@@ -1,7 +1,8 @@
 """Predicates in the kernel: a user's Python function of (b, h, i, j, *captured), recorded and written as Triton.
 
 The function is called once with symbols in place of its arguments, which record what is done to them: arithmetic,
-comparisons, & | ^ ~, torch.where and its like, and indexing of captured tensors, ``t[j]`` or ``t[b, i]``. Numbers and tensors
+comparisons, & | ^ ~, torch.where and its like, and indexing of captured tensors, ``t[j]`` or ``t[b, i]``. Numbers and
+tensors
 that it closes over become arguments of the kernel, so that another value compiles nothing. Whole numbers keep
 PyTorch's meaning: ``//`` and ``%`` round down, and where a product may pass 32 bits it is computed in 64.
 
@@ -14,7 +15,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ from torch import Tensor
 from ...masks import Predicate
 
 _INT32 = 2**31 - 1
-_POSITION = 2**22  # what is assumed of i and j when products are checked for 32 bits
+LONGEST = 2**22  # what is assumed of i and j when products are checked for 32 bits
 _BATCH = 2**16
+_DEPTH = 4  # of functions that call functions
 
 
 class Untranslatable(Exception):
@@ -80,12 +82,12 @@ class Symbol:
         return self.kind == "int" and (self.lo < -_INT32 or self.hi > _INT32)
 
     def __bool__(self) -> bool:
-        raise Untranslatable("decides by if, and, or, not or a chained comparison on b, h, i, j; use torch.where, & | ~")
+        raise Untranslatable("uses if, and, or, not or a chained comparison on b, h, i, j; use torch.where, & | ~")
 
     def _no(self, *_: Any) -> Any:
         raise Untranslatable("turns b, h, i, j into a Python number or a sequence")
 
-    __int__ = __index__ = __float__ = __len__ = __iter__ = _no  # type: ignore[assignment]
+    __int__ = __index__ = __float__ = __len__ = __iter__ = _no
     __hash__ = None  # type: ignore[assignment]
 
     def __add__(self, o: Any) -> Symbol:
@@ -214,7 +216,9 @@ class _Captured:
             offsets.append(f"tl.cast({text}, tl.int64) * §{self._at + 1 + n}§")
             # A tile may reach past the end of the matrix: what it would read there is never used.
             inside.append(f"({text} >= 0) & ({text} < {_size(self._tape, size)})")
-        load = f"tl.load(§{self._at}§ + {' + '.join(offsets) or '0'}, mask={' & '.join(inside)}, other=0)" if index else f"tl.load(§{self._at}§)"
+        load = f"tl.load(§{self._at}§)"
+        if index:
+            load = f"tl.load(§{self._at}§ + {' + '.join(offsets)}, mask={' & '.join(inside)}, other=0)"
         if self.dtype == torch.bool:
             return Symbol(self._tape, f"({load} != 0)", "bool")
         if self.dtype.is_floating_point:
@@ -260,10 +264,14 @@ def _number(s: Symbol) -> Symbol:
 
 def _operands(a: Symbol, b: Symbol, wide: bool) -> tuple[str, str]:
     if "float" in (a.kind, b.kind):
-        return tuple(s.text if s.kind == "float" else f"tl.cast({s.text}, tl.float32)" for s in (a, b))  # type: ignore[return-value]
+        return _cast(a, "tl.float32"), _cast(b, "tl.float32")
     if wide:
-        return tuple(f"tl.cast({s.text}, tl.int64)" for s in (a, b))  # type: ignore[return-value]
+        return _cast(a, "tl.int64"), _cast(b, "tl.int64")
     return a.text, b.text
+
+
+def _cast(s: Symbol, dtype: str) -> str:
+    return s.text if s.kind == "float" else f"tl.cast({s.text}, {dtype})"
 
 
 def _arithmetic(tape: _Tape, op: str, x: Any, y: Any) -> Symbol:
@@ -353,10 +361,14 @@ _TORCH: dict[Any, Callable] = {
     torch.maximum: _extreme("maximum"),
     torch.abs: abs,
     torch.neg: operator.neg,
-    **{f: _method(operator.and_) for f in (torch.logical_and, torch.bitwise_and)},
-    **{f: _method(operator.or_) for f in (torch.logical_or, torch.bitwise_or)},
-    **{f: _method(operator.xor) for f in (torch.logical_xor, torch.bitwise_xor)},
-    **{f: operator.invert for f in (torch.logical_not, torch.bitwise_not)},
+    torch.logical_and: _method(operator.and_),
+    torch.bitwise_and: _method(operator.and_),
+    torch.logical_or: _method(operator.or_),
+    torch.bitwise_or: _method(operator.or_),
+    torch.logical_xor: _method(operator.xor),
+    torch.bitwise_xor: _method(operator.xor),
+    torch.logical_not: operator.invert,
+    torch.bitwise_not: operator.invert,
     torch.add: _method(operator.add),
     torch.sub: _method(operator.sub),
     torch.mul: _method(operator.mul),
@@ -370,17 +382,12 @@ _TORCH: dict[Any, Callable] = {
 # --- recording ------------------------------------------------------------------------------------
 
 
-class _Recorded(NamedTuple):
-    traced: Traced
-    closure: tuple  # what the function closed over when it was recorded
-
-
 _cache: weakref.WeakKeyDictionary[Any, tuple[tuple, Traced]] = weakref.WeakKeyDictionary()
 
 
 def trace(p: Predicate) -> Traced:
     """The recording of a predicate, or Untranslatable. Kept for as long as the mask lives."""
-    key = (tuple(id(x) for x in p.captured), *(id(x) for x in _closed_over(p.holder.fn).values()))
+    key = (*(id(x) for x in p.captured), *_identities(p.holder.fn))
     known = _cache.get(p.holder)
     if known is None or known[0] != key:
         known = (key, _record(p))
@@ -405,7 +412,7 @@ def _record(p: Predicate) -> Traced:
 def _attempt(p: Predicate, symbolic: bool) -> Traced:
     tape = _Tape()
     fn = _rebound(p.holder.fn, tape, symbolic)
-    indices = [_Index(tape, x, hi) for x, hi in (("b", _BATCH), ("h", _BATCH), ("i", _POSITION), ("j", _POSITION))]
+    indices = [_Index(tape, x, hi) for x, hi in (("b", _BATCH), ("h", _BATCH), ("i", LONGEST), ("j", LONGEST))]
     root = fn(*indices, *(_Captured(tape, t) for t in p.captured))
     if not isinstance(root, Symbol) or root.kind != "bool":
         raise Untranslatable(f"returns {root.kind if isinstance(root, Symbol) else type(root).__name__}, not a bool")
@@ -429,36 +436,52 @@ class _Index(Symbol):
         pass
 
 
-def _closed_over(fn: Any) -> dict[str, Any]:
-    """Numbers and tensors that a function reads from around it, by name."""
-    if not isinstance(fn, types.FunctionType):
-        return {}
+def _closed_over(fn: types.FunctionType) -> dict[str, Any]:
+    """What a function reads from around it that may hold numbers or tensors, by name."""
     found = {n: fn.__globals__[n] for n in fn.__code__.co_names if n in fn.__globals__}
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         found[name] = cell.cell_contents
-    return {n: x for n, x in found.items() if isinstance(x, Tensor | int | float) and not isinstance(x, bool)}
+    kinds = Tensor | int | float | types.FunctionType | tuple | list
+    return {n: x for n, x in found.items() if isinstance(x, kinds) and not isinstance(x, bool)}
 
 
-def _rebound(fn: Any, tape: _Tape, symbolic: bool) -> Callable:
-    """The function with symbols in place of what it closes over."""
+def _identities(x: Any, depth: int = 0) -> list[int]:
+    """What tells whether a function still closes over the same things."""
+    if isinstance(x, types.FunctionType) and depth < _DEPTH:
+        return [i for y in _closed_over(x).values() for i in (id(y), *_identities(y, depth + 1))]
+    if isinstance(x, tuple | list) and depth < _DEPTH:
+        return [i for y in x for i in (id(y), *_identities(y, depth + 1))]
+    return []
+
+
+def _rebound(fn: Any, tape: _Tape, symbolic: bool, depth: int = 0) -> Any:
+    """The function with symbols in place of what it, and what it calls, close over."""
+    if not isinstance(fn, types.FunctionType) or depth >= _DEPTH:
+        return fn
     outer = _closed_over(fn)
     if not outer:
         return fn
-
-    def stand_in(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return _Captured(tape, x)
-        if not symbolic:
-            return x
-        if isinstance(x, float):
-            return Symbol(tape, f"§{tape.add(x)}§", "float")
-        bound = next((b for b in (2**8, 2**20, _INT32) if abs(x) <= b), 2**62)  # its size class is part of the text
-        return Symbol(tape, f"§{tape.add(x)}§", "int", 1 if x > 0 else 0 if x == 0 else -bound, bound)
-
-    new = {n: stand_in(x) for n, x in outer.items()}
+    new = {n: _stand_in(x, tape, symbolic, depth) for n, x in outer.items()}
     code = fn.__code__
     cells = tuple(
         types.CellType(new[n]) if n in new else cell
         for n, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True)
     )
-    return types.FunctionType(code, {**fn.__globals__, **new}, fn.__name__, fn.__defaults__, cells)
+    made = types.FunctionType(code, {**fn.__globals__, **new}, fn.__name__, fn.__defaults__, cells)
+    made.__kwdefaults__ = fn.__kwdefaults__
+    return made
+
+
+def _stand_in(x: Any, tape: _Tape, symbolic: bool, depth: int) -> Any:
+    if isinstance(x, Tensor):
+        return _Captured(tape, x)
+    if isinstance(x, types.FunctionType):
+        return _rebound(x, tape, symbolic, depth + 1)
+    if isinstance(x, tuple | list):
+        return type(x)(_stand_in(y, tape, symbolic, depth + 1) for y in x) if type(x) in (tuple, list) else x
+    if not symbolic or not isinstance(x, int | float) or isinstance(x, bool):
+        return x
+    if isinstance(x, float):
+        return Symbol(tape, f"§{tape.add(x)}§", "float")
+    bound = next((b for b in (2**8, 2**20, _INT32) if abs(x) <= b), 2**62)  # its size class is part of the text
+    return Symbol(tape, f"§{tape.add(x)}§", "int", 1 if x > 0 else 0 if x == 0 else -bound, bound)

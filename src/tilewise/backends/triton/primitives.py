@@ -51,7 +51,7 @@ def head_base(x, strides, b, h, first):
 
 @triton.jit
 def tile_ptrs(base, start, strides, N: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
-    """Addresses (N, C) of rows start .. start + N. The start is a 64-bit scalar, so the tile's own offsets are 32-bit."""
+    """Addresses (N, C) of rows start .. start + N. The start is a 64-bit scalar, the tile's own offsets are 32-bit."""
     rows, channels = tl.arange(0, N)[:, None], tl.arange(0, C)[None, :]
     if WIDE:
         rows, channels = rows.to(tl.int64), channels.to(tl.int64)
@@ -60,9 +60,10 @@ def tile_ptrs(base, start, strides, N: tl.constexpr, C: tl.constexpr, WIDE: tl.c
 
 @triton.jit
 def load_tile(
-    base, start, length, strides, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr
+    base, start, length, strides, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, TAIL: tl.constexpr, WIDE:
+    tl.constexpr
 ):  # fmt: skip
-    """Rows start .. start + N of a (length, D) matrix as (N, C), 0 beyond its edges. TAIL: rows may reach past the end."""
+    """Rows start .. start + N of a (length, D) matrix as (N, C), 0 beyond its edges. TAIL: rows may pass the end."""
     at = tile_ptrs(base, start, strides, N, C, WIDE)
     if TAIL:
         inside = (start + tl.arange(0, N) < length)[:, None]
@@ -86,7 +87,7 @@ def store_tile(
 
 @triton.jit
 def unflatten(pid, tiles, heads, pairs, section, REVERSE: tl.constexpr):
-    """(tile, h, b) of a program. A section of (b, h) pairs, whose keys fit the L2 cache, runs its longest rows first."""
+    """(tile, h, b) of a program. A section of (b, h) pairs, whose keys fit the L2 cache, has its longest rows first."""
     whole = section * tiles
     first = (pid // whole) * section
     rest = pid % whole
@@ -101,7 +102,10 @@ def unflatten(pid, tiles, heads, pairs, section, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def visits(b, h, tile, start, size, length, len_q, len_k, lists, list_strides, m, REACH: tl.constexpr, BLOCK: tl.constexpr, OTHER: tl.constexpr):  # fmt: skip  # noqa: E501
+def visits(
+    b, h, tile, start, size, length, len_q, len_k, lists, list_strides, m,
+    REACH: tl.constexpr, BLOCK: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
     """The tiles along the other axis that this one takes part in.
 
     Returns (where, n_full, n_all, full, first): tile number t of n_all is ``visited(...)`` of these. The first n_full
@@ -137,6 +141,13 @@ def visited(t, lists, where, n_full, full, first):
         before = full - first  # masked tiles to the left of the full ones
         masked = t - n_full
         return tl.where(t < n_full, full + t, tl.where(masked < before, first + masked, first + masked + n_full))
+
+
+@triton.jit
+def visited16(t, lists, where, n_full, full, first, BLOCK: tl.constexpr):
+    """First position of the t-th group of 16 of the tiles to visit."""
+    n = BLOCK // 16
+    return visited(t // n, lists, where, n_full, full, first) * BLOCK + t % n * 16
 
 
 # --- scores ---------------------------------------------------------------------------------------
