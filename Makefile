@@ -26,6 +26,7 @@ lint: $(READY)
 # Processes with a thread each: OpenMP threads that wait for each other on busy cores crawl.
 unit: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) tests/test_triton.py
 
 bench-cpu: $(READY)
 	$(PY) benchmarks/cpu.py

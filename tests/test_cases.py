@@ -42,7 +42,10 @@ def test_problem_in_tiles_of(shape, tiles):
 MISTAKES = {
     "each tile's softmax alone": ("_fold_", lambda w, tile, old, s, v, keep: _softmax_alone(old, s, v)),
     "no mask": ("_scores", lambda w, tile, q, k, scratch: (torch.bmm(k, q), None, None)),
-    "delta forgotten": ("_rows", lambda *a, true=tiled._rows: true(*a)._replace(delta=torch.zeros_like(true(*a).delta))),
+    "delta forgotten": (
+        "_rows",
+        lambda *a, true=tiled._rows: true(*a)._replace(delta=torch.zeros_like(true(*a).delta)),
+    ),
     "half the scale": ("_scores", lambda w, tile, q, k, scratch, true=tiled._scores: true(w, tile, q / 2, k, scratch)),
 }
 

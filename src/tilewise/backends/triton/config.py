@@ -151,8 +151,8 @@ _DELTA = (row(128, Config(64, 64, 4, 1)), row(512, Config(16, 16, 4, 1)))  # bou
 def choose(direction: str, d: int, dv: int, half: bool, masked: bool, extra: bool, gpu: str) -> Config:
     """The configuration of a kernel.
 
-    d, dv: bucketed head dims. half: fp16 or bf16. masked: there is a mask. extra: there is a bias, a softcap or
-    dropout, which need registers beside the scores.
+    d, dv: bucketed head dims. half: fp16 or bf16. masked: there is a mask. extra: there is a bias (also ALiBi), a
+    softcap or dropout, which need registers beside the scores.
     """
     if gpu == INTERPRETER:
         return _interpreted

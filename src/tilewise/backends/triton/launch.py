@@ -52,7 +52,7 @@ class Problem:
 
     def config(self, direction: str) -> Config:
         r = self.r
-        extra = r.bias is not None or r.softcap is not None or r.dropout_p > 0
+        extra = r.bias is not None or r.alibi is not None or r.softcap is not None or r.dropout_p > 0
         return config.choose(direction, self.block_d, self.block_dv, self.half, r.mask is not None, extra, self.gpu)
 
     def strides(self, x: Tensor) -> tuple[int, ...]:

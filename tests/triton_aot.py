@@ -50,7 +50,7 @@ given = {
 }[features]
 r = Request(make(B, H, L, d), make(B, H // 2, L, d), make(B, H // 2, L, d), d**-0.5, **given)
 for c in compile_request(r, target, backward=True):
-    code = c.asm.get("sass") if "cubin" in c.asm else c.asm["amdgcn"]
+    code = c.asm["sass"] if "cubin" in c.asm else c.asm["amdgcn"]
     print("KERNEL " + json.dumps([c.name, c.shared, c.resources(), code]), flush=True)
 """
 
