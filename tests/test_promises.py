@@ -79,6 +79,14 @@ def test_a2_what_is_masked_changes_no_bit(backend, poison_value, dtype):
             assert same_bits(before, bits(run(q, k2, v2, mask, backend=backend))), (name, which)
 
 
+def test_a2_behind_a_mask_with_a_softcap():
+    q, k, v = qkv(2, 2, 40, 40, 8)
+    mask = masks.key_lengths([37, 20])
+    clean = run(q, k, v, mask, softcap=2.0)
+    k[0, :, 37:], k[1, :, 20:] = math.nan, math.inf
+    assert same_bits(bits(clean), bits(run(q, k, v, mask, softcap=2.0)))
+
+
 @pytest.mark.parametrize("shape", [None, (4, 4), (40, 40)])
 def test_a2_a_key_seen_by_some_rows_poisons_only_these(shape, tiles):
     tiles(shape)

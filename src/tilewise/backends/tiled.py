@@ -338,6 +338,8 @@ def _backward_tile(
     kept = w.like_scores(keep, tile, p) if guarded and keep is not None else None
     if kept is not None:
         p.masked_fill_(~kept, 0)
+        if tanh is not None:
+            tanh.masked_fill_(~kept, 0)
     dropped = w.split(_dropped(w, tile)) if r.dropout_p > 0 else None
     ds = _dscores(w, tile, p, _columns(do), v1, delta, dropped, scratch)
     if kept is not None:

@@ -158,7 +158,7 @@ def compare(x: Tensor, dense: Tensor, exact: Tensor, dtype: torch.dtype, cancell
     else:
         floor = STATE_ULPS * torch.finfo(torch.float32).eps + 0.5 * torch.finfo(dtype).eps
     floor *= 1 + 8 / err.numel() ** 0.5
-    error, limit = _rms(err), SLACK * _rms(base) + floor * (_rms(exact) + cancelled)
+    error, limit = _rms(err), SLACK * _rms(base) + floor * (_rms(exact) + cancelled) + torch.finfo(torch.float32).tiny
     if not error <= limit:  # a NaN fails
         return Measured(error, _rms(base), limit, False, f"root mean square error {error:.3g} is over {limit:.3g}")
     return Measured(error, _rms(base), limit, True)
