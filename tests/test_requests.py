@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import seed as set_seed
 from hypothesis import strategies as st
 from test_masks import build, mask_strategy
 
@@ -75,6 +76,7 @@ def test_random_requests(seed, dtype):
     """8 x 70 requests a dtype, 2,240 in all, each in tiles of a random shape."""
     backend = dispatch.get("tiled")
 
+    @set_seed(seed)  # the same requests in every run, other ones for every number here
     @settings(max_examples=70, database=None)
     @given(calls(), tile)
     def check(make, shape):
