@@ -48,6 +48,10 @@ def test_a_window_lies_on_the_diagonal_of_the_causal_mask_beside_it():
     ):
         assert picture(mask, lq=2, lk=4) == [".xx.", "..xx"]
     assert picture(masks.causal() & masks.window(1, 0), lq=2, lk=4) == ["x...", "xx.."]
+    assert picture(masks.causal() & masks.causal("bottom_right"), lq=2, lk=4) == [
+        "x...",
+        "xx..",
+    ]  # causal() is top left
 
 
 TERMS = {

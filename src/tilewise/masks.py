@@ -196,7 +196,7 @@ class Band(Mask):
         ]
 
     def __repr__(self) -> str:
-        align = "" if self.align is None else f"align={self.align!r}"
+        align = "" if self.align in (None, TOP_LEFT) else f"align={self.align!r}"
         if self.left is None and self.right == 0:
             return f"causal({align})"
         return f"window({self.left}, {self.right}{', ' + align if align else ''})"
@@ -216,7 +216,7 @@ def causal(align: str | int | None = None) -> Mask:
     align: "top_left" (the default; offset 0, PyTorch's ``is_causal``), "bottom_right" (offset
     Lk - Lq: the last query sees the last key, what decoding with a cache needs), or the offset.
     """
-    return Band(None, 0, _alignment(align))
+    return Band(None, 0, TOP_LEFT if align is None else _alignment(align))
 
 
 def window(left: int | None, right: int | None, align: str | int | None = None) -> Mask:
