@@ -40,13 +40,11 @@ def test_problem_in_tiles_of(shape, tiles):
 
 
 MISTAKES = {
-    "each tile's softmax alone": ("_fold_", lambda w, tile, old, s, v, keep: _softmax_alone(old, s, v)),
-    "no mask": ("_scores", lambda w, tile, q, k, scratch: (torch.bmm(k, q), None, None)),
-    "delta forgotten": (
-        "_rows",
-        lambda *a, true=tiled._rows: true(*a)._replace(delta=torch.zeros_like(true(*a).delta)),
-    ),
-    "half the scale": ("_scores", lambda w, tile, q, k, scratch, true=tiled._scores: true(w, tile, q / 2, k, scratch)),
+    "each tile's softmax alone": ("_fold_", lambda w, tile, seen, s, v1, *_: _softmax_alone(seen, s, v1)),
+    "no mask": ("_scores", lambda w, tile, q, k, near, scratch: (torch.bmm(k, q), None, None)),
+    "delta forgotten": ("_row_stats", lambda *a, true=tiled._row_stats: _without_delta(*true(*a))),
+    "half the scale": ("_scores", lambda w, tile, q, k, *a, true=tiled._scores: true(w, tile, q / 2, k, *a)),
+    "m taken for 0": ("_all_near_zero", lambda *a: True),
 }
 
 
@@ -56,14 +54,18 @@ def test_the_judge_sees_a_wrong_answer(mistake, dtype, monkeypatch, tiles):
     """The budget is not so wide that a mistake fits in."""
     tiles((16, 16))
     monkeypatch.setattr(tiled, *MISTAKES[mistake])
-    assert failures(judge(PROBLEMS["B1 causal top_left 129 x 64"], "tiled", dtype))
+    name = "G1 scale 50.0" if mistake == "m taken for 0" else "B1 causal top_left 129 x 64"
+    assert failures(judge(PROBLEMS[name], "tiled", dtype))
 
 
-def _softmax_alone(old, s, v):
+def _softmax_alone(seen, s, v1):
     """The article's mistake: softmax each tile alone and add."""
-    old.l.fill_(1)
-    old.acc.add_(torch.softmax(s, 1).nan_to_num(0).mT @ v)
-    return type(old)(torch.zeros_like(old.m), old.l, old.acc)
+    seen.acc.add_(v1.mT @ torch.softmax(s, 1).nan_to_num(0))
+    seen.acc[:, -1] = 1
+
+
+def _without_delta(lse, delta, weight):
+    return lse, torch.zeros_like(delta), weight
 
 
 @pytest.mark.parametrize("backend", ["torch_flash", "torch_math"])

@@ -108,7 +108,7 @@ def test_tiles_never_lie(tree, lq, lk, bm, bn):
         seen = torch.zeros(lq, lk, dtype=torch.bool)
         verdicts = tiles.block(slice(b, b + 1), slice(h, h + 1))
         for r in range(tiles.grid.rows):
-            for tile in tiles.row(verdicts, r):
+            for _, tile in tiles.row(verdicts, r):
                 part = kept[b, h, tile.rows, tile.cols]
                 assert tile.verdict in (PARTIAL, FULL)
                 assert tile.verdict != FULL or bool(part.all())

@@ -91,6 +91,14 @@ class Grid(NamedTuple):
     def cols(self) -> int:
         return -(-self.len_k // self.block_n)
 
+    def rows_of(self, r: int) -> slice:
+        """Queries of row-tile r."""
+        return slice(r * self.block_m, min((r + 1) * self.block_m, self.len_q))
+
+    def cols_of(self, c: int) -> slice:
+        """Keys of column-tile c."""
+        return slice(c * self.block_n, min((c + 1) * self.block_n, self.len_k))
+
     def edges(self, axis: int) -> tuple[Tensor, Tensor]:
         """First and last index of each tile along queries (0) or keys (1), int64."""
         n, block, length = ((self.rows, self.block_m, self.len_q), (self.cols, self.block_n, self.len_k))[axis]
@@ -158,12 +166,12 @@ class Band(Mask):
 
     def keep(self, patch: Patch) -> Tensor:
         diagonal = patch.i + self.offset(patch.len_q, patch.len_k)
-        keep = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=patch.device)
-        if self.left is not None:
-            keep = patch.j >= diagonal - self.left
-        if self.right is not None:
-            keep = keep & (patch.j <= diagonal + self.right)
-        return keep
+        left = None if self.left is None else patch.j >= diagonal - self.left
+        right = None if self.right is None else patch.j <= diagonal + self.right
+        if left is None or right is None:
+            everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=patch.device)
+            return left if left is not None else right if right is not None else everything
+        return left & right
 
     def verdict(self, grid: Grid) -> Tensor:
         (i0, i1), (j0, j1) = grid.edges(0), grid.edges(1)

@@ -19,7 +19,8 @@ class PeakMemory:
 
     On a CPU every allocation of PyTorch's allocator is counted to the byte, by torch.profiler: also those inside an
     operator such as ``tilewise::forward``, which a TorchDispatchMode does not see. Not counted are buffers that a
-    BLAS takes from the system, and allocations of other threads (autograd's backward of CPU tensors is in this one).
+    BLAS takes from the system, and allocations of other threads; so within the block PyTorch has one thread. With
+    more, ``tiled`` works on as many tiles at once, each with a few MiB of its own.
     The profiler slows small operations, so take times without the meter, and do not nest it in another profiler.
 
     On CUDA it is the allocator's own count, which is the whole process's. Keep tensors from before the block alive
@@ -38,6 +39,8 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._start = torch.cuda.memory_allocated(self.device)
         else:
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(1)
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.__enter__()
         return self
@@ -49,6 +52,7 @@ class PeakMemory:
             self.kept = torch.cuda.memory_allocated(self.device) - self._start
         else:
             self._profile.__exit__(*error)
+            torch.set_num_threads(self._threads)
             self.peak, self.kept = peak_of(_changes(self._profile))
             del self._profile  # its events are far larger than what they tell
 

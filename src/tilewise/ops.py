@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import dispatch
 from .masks import decode, holders
 from .request import Ragged, Request
-from .tilemap import visible_pairs
+from .tilemap import backward_flops, forward_flops, visible_pairs
 
 _LIB = torch.library.Library("tilewise", "DEF")
 _COMMON = (
@@ -111,16 +111,14 @@ for _name in ("forward", "backward"):
 
 @register_flop_formula(torch.ops.tilewise.forward, get_raw=True)
 def _forward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
-    """The two matrix products over the pairs that the mask keeps."""
     r, _name = _request(*args)
-    return 2 * (r.dim + r.dim_v) * visible_pairs(r)
+    return forward_flops(visible_pairs(r), r.dim, r.dim_v)
 
 
 @register_flop_formula(torch.ops.tilewise.backward, get_raw=True)
 def _backward_flops(dout: Any, dlse: Any, out: Any, lse: Any, low: Any, needs: Any, *args: Any, **_: Any) -> int:
-    """Five products: S again, dP, dV, dK, dQ."""
     r, _name = _request(*args)
-    return 2 * (3 * r.dim + 2 * r.dim_v) * visible_pairs(r)
+    return backward_flops(visible_pairs(r), r.dim, r.dim_v)
 
 
 class _Attention(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .masks import EMPTY, FULL, PARTIAL, Grid, Mask, Patch, decode, holders
-from .request import Request
+from .request import Request, Sequence
 
 
 class Tile(NamedTuple):
@@ -44,28 +44,28 @@ class TileMap:
         every, some = part.amin(0), part.amax(0)
         return torch.where(every == FULL, FULL, some.clamp(max=PARTIAL)).tolist()
 
-    def row(self, verdicts: list[list[int]], r: int) -> Iterator[Tile]:
-        """The tiles that row-tile r visits, in key order."""
-        for c in range(self.grid.cols):
-            if tile := self._tile(verdicts, r, c):
-                yield tile
+    def row(self, verdicts: list[list[int]], r: int, band: range | None = None) -> Iterator[tuple[int, Tile]]:
+        """The tiles that row-tile r visits, each with its number, in key order; of a band of columns only."""
+        for c in band or range(self.grid.cols):
+            if tile := self._tile(verdicts[r][c], r, c):
+                yield c, tile
 
-    def col(self, verdicts: list[list[int]], c: int) -> Iterator[Tile]:
-        """The tiles that column-tile c takes part in, in query order."""
-        for r in range(self.grid.rows):
-            if tile := self._tile(verdicts, r, c):
-                yield tile
+    def col(self, verdicts: list[list[int]], c: int, band: range | None = None) -> Iterator[tuple[int, Tile]]:
+        """The tiles that column-tile c takes part in, each with its number, in query order; of a band of rows only."""
+        for r in band or range(self.grid.rows):
+            if tile := self._tile(verdicts[r][c], r, c):
+                yield r, tile
 
-    def _tile(self, verdicts: list[list[int]], r: int, c: int) -> Tile | None:
-        if verdicts[r][c] == EMPTY:
+    def _tile(self, verdict: int, r: int, c: int) -> Tile | None:
+        if verdict == EMPTY:
             return None
         g = self.grid
-        rows = slice(r * g.block_m, min((r + 1) * g.block_m, g.len_q))
-        j0, j1 = c * g.block_n, min((c + 1) * g.block_n, g.len_k)
-        if verdicts[r][c] == PARTIAL and self.mask is not None:  # drop the columns beyond the band's edge
-            lo, hi = self.mask.reach(rows, g.len_q, g.len_k)
-            j0, j1 = max(j0, lo), min(j1, hi)
-        return Tile(rows, slice(j0, j1), verdicts[r][c]) if j0 < j1 else None
+        rows, cols = g.rows_of(r), g.cols_of(c)
+        if verdict == FULL or self.mask is None:
+            return Tile(rows, cols, verdict)
+        lo, hi = self.mask.reach(rows, g.len_q, g.len_k)  # drop the columns beyond the band's edge
+        j0, j1 = max(cols.start, lo), min(cols.stop, hi)
+        return Tile(rows, slice(j0, j1), PARTIAL) if j0 < j1 else None
 
     def visited(self) -> int:
         """Number of tiles computed, over all batch entries and heads."""
@@ -74,28 +74,37 @@ class TileMap:
 
     def visible(self, first: int = 0) -> int:
         """Number of (query, key) pairs kept, over all batch entries (from ``first``) and heads. Exact."""
-        g, total = self.grid, 0
+        g, total, widths = self.grid, 0, self.sizes(1)
         nb, nh = self.table.shape[:2]
         for b in range(nb):
             for h in range(nh):
                 batch = slice(first + b, first + b + 1) if nb > 1 else slice(first, first + g.batch)
                 heads = slice(h, h + 1) if nh > 1 else slice(0, g.heads)
                 repeats = (batch.stop - batch.start) * (heads.stop - heads.start)
-                verdicts = self.table[b, h].tolist()
                 for r in range(g.rows):
-                    for tile in self.row(verdicts, r):
-                        m, n = tile.rows.stop - tile.rows.start, tile.cols.stop - tile.cols.start
-                        if tile.verdict == PARTIAL and self.mask is not None:
-                            patch = Patch(batch, heads, tile.rows, tile.cols, g.len_q, g.len_k, g.device)
-                            kept = self.mask.keep(patch)
-                            total += int(kept.expand(batch.stop - batch.start, heads.stop - heads.start, m, n).sum())
-                        else:
-                            total += m * n * repeats
+                    row, rows = self.table[b, h, r], g.rows_of(r)
+                    total += (rows.stop - rows.start) * int(widths[row == FULL].sum()) * repeats
+                    for c in (row == PARTIAL).nonzero().flatten().tolist():
+                        if tile := self._tile(PARTIAL, r, c):
+                            total += self._kept(tile, batch, heads)
         return total
 
+    def _kept(self, tile: Tile, batch: slice, heads: slice) -> int:
+        """Number of pairs of a PARTIAL tile that the mask keeps."""
+        assert self.mask is not None
+        g = self.grid
+        keep = self.mask.keep(Patch(batch, heads, tile.rows, tile.cols, g.len_q, g.len_k, g.device))
+        shape = (s.stop - s.start for s in (batch, heads, tile.rows, tile.cols))
+        return int(keep.expand(*shape).sum())
+
+    def sizes(self, axis: int) -> Tensor:
+        """Queries (0) or keys (1) of each tile, int64, on the CPU."""
+        first, last = self.grid.edges(axis)
+        return (last - first + 1).cpu()
+
     def flops(self, dim: int, dim_v: int) -> int:
-        """FLOPs of the two forward matrix products over the visible pairs: 2 (D + Dv) each."""
-        return 2 * (dim + dim_v) * self.visible()
+        """FLOPs of the forward over the visible pairs."""
+        return forward_flops(self.visible(), dim, dim_v)
 
 
 def tile_map(mask: Mask | None, grid: Grid) -> TileMap:
@@ -105,17 +114,30 @@ def tile_map(mask: Mask | None, grid: Grid) -> TileMap:
     return TileMap(grid, mask, _table(mask, grid))
 
 
+def sequence_map(r: Request, seq: Sequence, block_m: int, block_n: int) -> TileMap:
+    """The tiles of one sequence of a request. Of tensors on "meta" only the shapes are needed."""
+    device = torch.device("cpu") if r.device.type == "meta" else r.device
+    grid = Grid(r.batch, r.heads, seq.len_q, seq.len_k, block_m, block_n, device)
+    tiles = tile_map(r.mask, grid)
+    if r.ragged is None:
+        return tiles
+    table = tiles.table[seq.batch] if tiles.table.shape[0] > 1 else tiles.table
+    return TileMap(grid._replace(batch=1), r.mask, table)
+
+
 def visible_pairs(r: Request, block: int = 128) -> int:
     """Number of (query, key) pairs that the mask of a request keeps, over its batch and query heads. Exact."""
-    total = 0
-    for seq in r.sequences():
-        grid = Grid(r.batch, r.heads, seq.len_q, seq.len_k, block, block, r.device)
-        tiles = tile_map(r.mask, grid)
-        if r.ragged is not None:  # of this sequence only
-            table = tiles.table[seq.batch] if tiles.table.shape[0] > 1 else tiles.table
-            tiles = TileMap(grid._replace(batch=1), r.mask, table)
-        total += tiles.visible(seq.batch.start)
-    return total
+    return sum(sequence_map(r, seq, block, block).visible(seq.batch.start) for seq in r.sequences())
+
+
+def forward_flops(pairs: int, dim: int, dim_v: int) -> int:
+    """Two matrix products over so many (query, key) pairs: Q K^T and P V."""
+    return 2 * (dim + dim_v) * pairs
+
+
+def backward_flops(pairs: int, dim: int, dim_v: int) -> int:
+    """Five: Q K^T again, dP = dO V^T, dV = P^T dO, dK = dS^T Q, dQ = dS K."""
+    return 2 * (3 * dim + 2 * dim_v) * pairs
 
 
 @lru_cache(maxsize=256)

@@ -12,32 +12,40 @@ A tile of keys stays and tiles of queries stream past, so dK and dV of a tile ar
 Several (batch, key/value head) pairs are computed at once, as one batched matrix product; the query
 heads that share a key/value head are rows of the same product, so keys and values are never expanded.
 A tile of scores is held transposed, keys by queries: the matrix products then read their operands in memory order,
-which was measured to be a tenth faster. All tile arithmetic is fp32 (fp64 for fp64 inputs). Besides the outputs
-there exist one tile of scores (two in the backward), the rows' statistics, and the dQ of the heads at work.
+which was measured to be a tenth faster. All tile arithmetic is fp32 (fp64 for fp64 inputs). What one side needs is
+prepared for a strip of neighbouring tiles, while the other side's strips stream past. Strips of queries (in the
+backward: blocks of heads) share nothing, and threads take one each (``workers``). Besides the outputs there exist, for
+each thread, a tile of scores (two in the backward), a strip of each side, and the dQ of the heads at work.
 
 Source: Dao et al. 2022, "FlashAttention", algorithms 1-4; Dao 2023, "FlashAttention-2".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .. import state
+from .. import state, workers
 from ..dispatch import Backend, Grads, Output, Saved
-from ..masks import PARTIAL, Grid, Patch
+from ..masks import PARTIAL, Band, Grid, Patch
 from ..philox import dropout_keep
 from ..request import NEG_INF, Request, Sequence, distance
 from ..state import State
 from ..tilemap import Tile, TileMap, tile_map
 
+T = TypeVar("T")
+
 # Elements of a tile of scores over all heads at work: 1 MiB in fp32, so that it stays in a core's cache from one
 # pass over it to the next. Measured with benchmarks/cpu.py.
-_SCORES = 2**19
-_GROWTH = 10.0  # how far scores may exceed m before the sums are rescaled
+_SCORES = 2**18
+_STRIP = 2048  # queries or keys that are prepared at once
+_WORTH_THREADS = 2**23  # multiplications of a product of the forward that take longer than to wake a thread
+_NEAR = 32.0  # how far a row's largest score may be from its m
 
 
 class TiledBackend(Backend):
@@ -53,23 +61,40 @@ class TiledBackend(Backend):
             for x, empty in ((o.lse, NEG_INF), (o.max_logits, NEG_INF), (o.lse_low, 0.0)):
                 if x is not None:
                     x.fill_(empty)
-        for seq in r.sequences():
-            for work in self.blocks(r, seq):
-                _forward(work, o)
+        blocks = [work for seq in r.sequences() for work in self.blocks(r, seq)]
+        length = _STRIP  # shorter, where the threads would have few pieces each to even out
+        while length > 256 and len(blocks) * -(-r.len_q // length) < 2 * workers.count():
+            length //= 2
+        pieces = [(w, strip) for w in blocks for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m, length)]
+        pieces.sort(key=lambda piece: piece[1].at.start, reverse=True)  # the longest first, if causal
+        _run(r, [partial(_forward, w, strip, o) for w, strip in pieces])
         return o
 
     def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
         grads = _Gradients(r, needs)
-        for seq in r.sequences():
-            for work in self.blocks(r, seq):
-                _backward(work, saved, grads)
+        blocks = [work for seq in r.sequences() for work in self.blocks(r, seq)]
+        if grads.sinks is not None:
+            for w in blocks:
+                grads.add_sinks(w, saved)
+        if not grads.any_scores:
+            return grads.finish(r)
+        lanes: dict[tuple[int, int], list[Block]] = {}
+        for w in blocks:
+            lanes.setdefault(grads.lane(w), []).append(w)
+        parts = workers.count()
+        if len(lanes) >= parts or not grads.keys_apart:
+            _run(r, [partial(_backward_lane, lane, saved, grads) for lane in lanes.values()])
+        else:  # too few for all threads: each takes a part of the keys, and sums up a dQ of its own
+            for w in blocks:
+                dqs = _run(r, [partial(_backward, w, slice(n, None, parts), saved, grads) for n in range(parts)])
+                _put_dq(w, [sum(x[1:], start=x[0]) for x in zip(*dqs, strict=True)], grads)
         return grads.finish(r)
 
     def block_shape(self, r: Request, seq: Sequence) -> tuple[int, int]:
         """Queries and keys of a tile. Small enough to skip much of a mask, large enough for the matrix product."""
         if self.tiles:
             return self.tiles
-        m, n = (512, 512) if r.mask is None else (256, 256)
+        m, n = (512, 512) if r.mask is None else (128, 512)
         m = max(16, m // r.group)  # the rows of a group are stacked
         if seq.len_q * r.group < m:  # few queries (decoding): longer tiles of keys for the same work
             n = max(n, _SCORES // (4 * max(seq.len_q * r.group, 1)))
@@ -83,10 +108,37 @@ class TiledBackend(Backend):
         pairs = max(1, _SCORES // (m * n * r.group))
         kv_step = min(pairs, r.kv_heads)
         batch_step = max(1, pairs // r.kv_heads)
+        same = tiles.block(seq.batch, slice(None)) if tiles.table.shape[:2] == (1, 1) else None
         for b in range(seq.batch.start, seq.batch.stop, batch_step):
             batch = slice(b, min(b + batch_step, seq.batch.stop))
             for h in range(0, r.kv_heads, kv_step):
-                yield Block(r, seq, tiles, batch, slice(h, min(h + kv_step, r.kv_heads)))
+                kv = slice(h, min(h + kv_step, r.kv_heads))
+                heads = slice(kv.start * r.group, kv.stop * r.group)
+                yield Block(r, seq, tiles, same or tiles.block(batch, heads), batch, kv)
+
+
+def _run(r: Request, pieces: list[Callable[[], T]]) -> list[T]:
+    """Their results. Threads share them out where there is enough to do to wake them."""
+    work = r.batch * r.heads * r.len_q * r.len_k * (r.dim + r.dim_v)
+    if r.device.type == "cpu" and work >= _WORTH_THREADS:
+        return workers.run(pieces)
+    return [piece() for piece in pieces]
+
+
+class Strip(NamedTuple):
+    """Neighbouring tiles of one size, prepared together: they stay while the other side streams past once."""
+
+    tiles: range
+    at: slice  # their queries or keys
+
+
+def _strips(length: int, block: int, at_most: int | None = None) -> Iterator[Strip]:
+    whole, step = length // block, max(1, (at_most or _STRIP) // block)
+    for i in range(0, whole, step):
+        tiles = range(i, min(i + step, whole))
+        yield Strip(tiles, slice(tiles.start * block, tiles.stop * block))
+    if length % block:
+        yield Strip(range(whole, whole + 1), slice(whole * block, length))
 
 
 class Block(NamedTuple):
@@ -95,6 +147,7 @@ class Block(NamedTuple):
     r: Request
     seq: Sequence
     tiles: TileMap
+    verdicts: list[list[int]]
     batch: slice
     kv: slice
 
@@ -107,35 +160,47 @@ class Block(NamedTuple):
         return (self.batch.stop - self.batch.start) * (self.kv.stop - self.kv.start)
 
     @property
-    def _local(self) -> slice:
+    def local(self) -> slice:
         return slice(self.batch.start - self.seq.batch.start, self.batch.stop - self.seq.batch.start)
 
-    def query_rows(self, x: Tensor, rows: slice) -> Tensor:
-        """Rows of a query-like (B, H, Lq, D) tensor as (n, group * m, D) in the state dtype."""
-        x = x[self._local, self.heads, rows]
-        return x.reshape(self.pairs, -1, x.shape[-1]).to(self.r.state_dtype)
+    def queries(self, x: Tensor, strip: Strip) -> Tensor:
+        """The strip of a query-like (B, H, Lq, D) tensor as (t, n, group * m, D) in the state dtype."""
+        x = self._cut(self.seq.queries(x), self.heads, strip)
+        return x.reshape(len(strip.tiles), self.pairs, -1, x.shape[-1]).to(self.r.state_dtype)
 
-    def put_query_rows(self, x: Tensor, rows: slice, value: Tensor) -> None:
-        to = x[self._local, self.heads, rows]
-        to.copy_(value.reshape(to.shape))
+    def put_queries(self, x: Tensor, strip: Strip, value: Tensor) -> None:
+        self._put(self.seq.queries(x), self.heads, strip, value)
 
-    def key_rows(self, x: Tensor, cols: slice) -> Tensor:
-        """Rows of a key-like (B, Hkv, Lk, D) tensor as (n, k, D) in the state dtype."""
-        x = x[self._local, self.kv, cols]
-        return x.reshape(self.pairs, -1, x.shape[-1]).to(self.r.state_dtype)
+    def keys(self, x: Tensor, strip: Strip) -> Tensor:
+        """The strip of a key-like (B, Hkv, Lk, D) tensor as (t, n, k, D) in the state dtype."""
+        x = self._cut(self.seq.keys(x), self.kv, strip)
+        return x.reshape(len(strip.tiles), self.pairs, -1, x.shape[-1]).to(self.r.state_dtype)
 
-    def put_key_rows(self, x: Tensor | None, cols: slice, value: Tensor | None) -> None:
+    def put_keys(self, x: Tensor | None, strip: Strip, value: Tensor | None) -> None:
         if x is not None and value is not None:
-            to = self.seq.keys(x)[self._local, self.kv, cols]
-            to.copy_(value.view(to.shape))
+            self._put(self.seq.keys(x), self.kv, strip, value)
 
-    def stats(self, x: Tensor, rows: slice) -> Tensor:
-        """Rows of a statistic ((B, H, Lq), or (H, T) when ragged) as (n, group * m)."""
-        return self.seq.stats(x)[self._local, self.heads, rows].reshape(self.pairs, -1)
+    def stats(self, x: Tensor, strip: Strip) -> Tensor:
+        """The strip of a statistic ((B, H, Lq), or (H, T) when ragged) as (t, n, group * m)."""
+        return self._cut(self.seq.stats(x)[..., None], self.heads, strip).reshape(len(strip.tiles), self.pairs, -1)
 
-    def put_stats(self, x: Tensor | None, rows: slice, value: Tensor) -> None:
+    def put_stats(self, x: Tensor | None, strip: Strip, value: Tensor) -> None:
         if x is not None:
-            self.put_query_rows(self.seq.stats(x), rows, value)
+            self._put(self.seq.stats(x)[..., None], self.heads, strip, value[..., None])
+
+    def _cut(self, x: Tensor, heads: slice, strip: Strip) -> Tensor:
+        """The strip of a (B, H, L, D) tensor as a (t, nb, nkv, H / nkv, m, D) view, t tiles of m rows."""
+        x = x[self.local, heads, strip.at].unflatten(1, (self.kv.stop - self.kv.start, -1))
+        return x.unflatten(3, (len(strip.tiles), -1)).permute(3, 0, 1, 2, 4, 5)
+
+    def _put(self, x: Tensor, heads: slice, strip: Strip, value: Tensor) -> None:
+        """Write (t, n, ..., D) to where ``_cut`` would read it."""
+        to = self._cut(x, heads, strip)
+        to.copy_(value.unflatten(1, to.shape[1:3]).unflatten(3, to.shape[3:5]))
+
+    def rows(self, strip: Strip) -> int:
+        """Queries of each tile of a strip."""
+        return (strip.at.stop - strip.at.start) // len(strip.tiles)
 
     def per_head(self, x: Tensor, m: int) -> Tensor:
         """A per-head number (H,) repeated to (n, group * m)."""
@@ -163,49 +228,69 @@ class Block(NamedTuple):
 # --- forward --------------------------------------------------------------------------------------
 
 
-def _forward(w: Block, to: Output) -> None:
-    """Fill the block's rows of the output and its statistics."""
-    r, grid = w.r, w.tiles.grid
-    q_all, k_all, v_all, out = w.seq.queries(r.q), w.seq.keys(r.k), w.seq.keys(r.v), w.seq.queries(to.out)
-    verdicts = w.tiles.block(w.batch, w.heads)
-    scratch = _Scratch(w)
-    for row in range(grid.rows):
-        rows = slice(row * grid.block_m, min((row + 1) * grid.block_m, grid.len_q))
-        q = _columns(w.query_rows(q_all, rows) * r.scale)  # (n, D, group * m)
-        seen, top = _nothing_seen(w, q.shape[2])
-        for tile in w.tiles.row(verdicts, row):
-            k, v = w.key_rows(k_all, tile.cols), w.key_rows(v_all, tile.cols)
-            s, keep, _ = _scores(w, tile, q, k, scratch)
-            if to.max_logits is not None:
-                top = torch.maximum(top, s.amax(1))
-            seen = _fold_(w, tile, seen, s, v, keep)
-        w.put_stats(to.max_logits, rows, top)
-        if r.sinks is not None:
-            seen = state.with_sink(seen, w.per_head(r.sinks, rows.stop - rows.start))
-        o, lse = state.finish(seen)
-        w.put_query_rows(out, rows, o if r.dropout_p == 0 else o * _survivor_weight(r))
-        w.put_stats(to.lse, rows, lse)
-        if to.lse_low is not None:
-            w.put_stats(to.lse_low, rows, state.lse_low(seen, lse))
+class _Rows(NamedTuple):
+    """A strip of queries, and what its rows have seen so far: (t, ...) as listed, or one tile of it without t.
 
-
-def _nothing_seen(w: Block, rows: int) -> tuple[State, Tensor]:
-    """The empty state of (n, rows) rows, and their largest score so far.
-
-    Its m is finite, lest ``_fold_`` compute exp(-inf - (-inf)); its acc lies transposed in memory, as the scores do.
+    n = (batch, key/value head) pairs. All but q are updated in place.
     """
-    shape = (w.pairs, rows)
-    nothing = state.empty(shape, 0, dtype=w.r.state_dtype, device=w.r.device)
-    acc = torch.zeros(w.pairs, w.r.dim_v, rows, dtype=w.r.state_dtype, device=w.r.device)
-    return State(state.pivot(nothing.m), nothing.l, acc.mT), nothing.m
+
+    q: Tensor  # (t, n, D, group * m), scaled
+    high: Tensor  # (t, n, group * m), the largest score
+    m: Tensor  # (t, n, group * m), what is taken off every score before exp: 0, or near ``high``
+    acc: Tensor  # (t, n, Dv + 1, group * m), transposed as the scores are; the last row is l
+
+
+def _forward(w: Block, strip: Strip, to: Output) -> None:
+    """Fill the output and its statistics for a strip of the block's queries."""
+    r, grid, scratch, near = w.r, w.tiles.grid, _Scratch(w), _all_near_zero(w, strip.at)
+    seen = _nothing_seen(w, strip)
+    rows = _unbind(seen)
+    for keys in _strips(grid.len_k, grid.block_n):
+        visits = [(c, list(w.tiles.col(w.verdicts, c, strip.tiles))) for c in keys.tiles]
+        if not any(tiles for _, tiles in visits):
+            continue
+        k, v1 = w.keys(r.k, keys), _with(w.keys(r.v, keys), 1.0 if r.dropout_p == 0 else 0.0)
+        clean = _finite(v1)
+        for (c, tiles), k_c, v_c in zip(visits, k.unbind(), v1.unbind(), strict=True):
+            cols = grid.cols_of(c)
+            for i, tile in tiles:
+                x = rows[i - strip.tiles.start]
+                s, keep, _ = _scores(w, tile, x.q, _part(k_c, tile, cols), near, scratch)
+                _fold_(w, tile, x, s, _part(v_c, tile, cols), keep, scratch, near, clean)
+    _finish(w, strip, seen, to)
+
+
+def _nothing_seen(w: Block, strip: Strip) -> _Rows:
+    q = (w.queries(w.r.q, strip) * w.r.scale).mT.contiguous()
+    m = torch.zeros_like(q[:, :, 0])
+    return _Rows(q, torch.full_like(m, NEG_INF), m, m.new_zeros(*q.shape[:2], w.r.dim_v + 1, q.shape[3]))
+
+
+def _all_near_zero(w: Block, rows: slice) -> bool:
+    """Whether it is certain, before any score is computed, that all are finite and within ``_NEAR`` of 0.
+
+    |q k| <= |q| |k|. Then m stays 0 in every row, the largest score is not needed, and no exp under- or overflows.
+    """
+    r = w.r
+    if r.bias is not None or r.alibi is not None or r.want_max_logits:
+        return False
+    q, k = w.seq.queries(r.q)[w.local, w.heads, rows], w.seq.keys(r.k)[w.local, w.kv]
+    if q.shape[2] * r.group < 64 or not k.numel():  # a pass over the keys costs more than it saves
+        return False
+    largest = [torch.linalg.vector_norm(x, dim=-1, dtype=r.state_dtype).amax() for x in (q, k)]
+    bound = float(largest[0] * largest[1]) * abs(r.scale)  # NaN if something is, and so never below anything
+    if r.softcap is not None and math.isfinite(bound):
+        bound = min(bound, r.softcap)
+    return bound < 0.99 * _NEAR  # less what rounding may add
 
 
 def _scores(
-    w: Block, tile: Tile, q: Tensor, k: Tensor, scratch: _Scratch
+    w: Block, tile: Tile, q: Tensor, k: Tensor, near: bool, scratch: _Scratch
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A tile of scores (n, k, group * m), -inf where masked; what is kept of it; tanh of the softcap.
+    """A tile of scores (n, k, group * m); what is kept of it, None for all; tanh of the softcap.
 
-    q (n, D, group * m) comes scaled, k is (n, k, D). ``keep`` is None when every pair is kept.
+    q (n, D, group * m) comes scaled, k is (n, k, D). What is masked is -inf, unless the scores are ``near`` 0:
+    ``_exp_`` takes it out then.
     """
     r, tanh = w.r, None
     if r.softcap is None:
@@ -215,42 +300,79 @@ def _scores(
         s = torch.mul(tanh, r.softcap, out=scratch.tile(0, k.shape[1], q.shape[2]))
     if tile.verdict != PARTIAL and r.bias is None and r.alibi is None:
         return s, None, tanh
-    patch, by_head = w.patch(tile), w.by_head(s, tile)
-    keep = r.mask.keep(patch) if r.mask is not None and tile.verdict == PARTIAL else None
-    bias = r.bias_tile(patch)
+    by_head = w.by_head(s, tile)
+    keep = scratch.keep(tile) if tile.verdict == PARTIAL else None
+    bias = r.bias_tile(w.patch(tile)) if r.bias is not None or r.alibi is not None else None
     if bias is not None:
         by_head.add_(w.split(bias))
         allowed = bias != NEG_INF  # -inf excludes as False does: not even a NaN shines through
         if not bool(allowed.all()):
             keep = allowed if keep is None else keep & allowed
-    if keep is not None:
+    if keep is not None and not near:
         by_head.masked_fill_(w.split(~keep), NEG_INF)
     return s, keep, tanh
 
 
-def _fold_(w: Block, tile: Tile, old: State, s: Tensor, v: Tensor, keep: Tensor | None) -> State:
-    """``state.fold`` in place: ``s`` becomes the tile's exp(s - m), and the old sums are updated.
+def _exp_(w: Block, tile: Tile, s: Tensor, keep: Tensor | None, near: bool, scratch: _Scratch) -> Tensor:
+    """exp(s) in place, 0 where masked. CPUs take up to a hundred times longer where the result is denormal or 0."""
+    if not near:
+        tiny = torch.finfo(s.dtype).tiny
+        return torch.threshold_(s.clamp_(min=math.log(1.5 * tiny)).exp_(), 2 * tiny, 0.0)
+    p = s.exp_()
+    if keep is not None:
+        w.by_head(p, tile).permute(0, 1, 4, 2, 3).mul_(scratch.factor(tile, keep))
+    return p
 
-    Here m need not be the largest score, only near it: a row is rescaled once it outgrows its m by ``_GROWTH``, which
-    after the first tile is rare. exp(_GROWTH) is far from overflow, and a float's precision is relative.
+
+def _fold_(
+    w: Block, tile: Tile, seen: _Rows, s: Tensor, v1: Tensor, keep: Tensor | None, scratch: _Scratch,
+    near: bool, clean: bool,
+) -> None:  # fmt: skip
+    """``state.fold`` in place: ``s`` becomes the tile's exp(s - m), and the sums take it in.
+
+    v1 (n, k, Dv + 1) carries a last column of ones: the product then also sums up l, for the price of a column.
+    ``clean``: there is nothing in v1 that must not be multiplied by 0.
     """
-    m, sums, acc = old
-    top = s.amax(1)
-    settled = top - m <= _GROWTH  # False for a NaN
-    if not bool(settled.all()):
-        m = torch.where(settled, m, torch.maximum(m, top))  # row by row: one row's scores change no bit of another
-        alpha = torch.exp(old.m - m)
-        sums.mul_(alpha)
-        acc.mul_(alpha[..., None])
-    p = s.sub_(m[:, None]).exp_()
-    sums.add_(p.sum(1))
-    if w.r.dropout_p > 0:  # the denominator is that of all keys
+    if not near:
+        _move_m_(seen, s)
+        s.sub_(seen.m[:, None])
+    p = _exp_(w, tile, s, keep, near, scratch)
+    if w.r.dropout_p > 0:  # l is that of all keys: here v1 ends in zeros
+        seen.acc[:, -1].add_(p.sum(1))
         w.by_head(p, tile).masked_fill_(w.split(_dropped(w, tile)), 0)
-    if keep is None or _finite(v):
-        _add_product(acc, p.mT, v)
+    if keep is None or clean:
+        _add_product(seen.acc, v1.mT, p)
     else:
-        _add_kept_product(acc, p.mT, v, w.like_scores(keep, tile, p).mT)
-    return State(m, sums, acc)
+        _add_kept_product(seen.acc.mT, p.mT, v1, w.like_scores(keep, tile, p).mT)
+
+
+def _move_m_(seen: _Rows, s: Tensor) -> None:
+    """Bring m back to the largest score wherever that has gone further than ``_NEAR`` from it, and rescale the sums.
+
+    m need not be the largest score: softmax is the same for any m, exp(_NEAR) is far from overflow, and a float's
+    precision is relative. Row by row, so that one row's scores change no bit of another, and from that row's
+    scores alone, so that it makes no difference whether ``_all_near_zero`` was known before.
+    """
+    torch.maximum(seen.high, s.amax(1), out=seen.high)
+    settled = ((seen.high - seen.m).abs() <= _NEAR) | (seen.high == NEG_INF)  # False for a NaN
+    if not bool(settled.all()):
+        m = torch.where(settled, seen.m, seen.high)
+        # m falls only where the sums are still 0
+        seen.acc.mul_(torch.exp((seen.m - m).clamp(max=0))[:, None])
+        seen.m.copy_(m)
+
+
+def _finish(w: Block, strip: Strip, seen: _Rows, to: Output) -> None:
+    """Write the strip's output and statistics."""
+    r, total = w.r, State(seen.m, seen.acc[:, :, -1], seen.acc[:, :, :-1].mT)
+    w.put_stats(to.max_logits, strip, seen.high)
+    if r.sinks is not None:
+        total = state.with_sink(total, w.per_head(r.sinks, w.rows(strip)))
+    o, lse = state.finish(total)
+    w.put_queries(to.out, strip, o if r.dropout_p == 0 else o * _survivor_weight(r))
+    w.put_stats(to.lse, strip, lse)
+    if to.lse_low is not None:
+        w.put_stats(to.lse_low, strip, state.lse_low(total, lse))
 
 
 def _dropped(w: Block, tile: Tile) -> Tensor:
@@ -265,83 +387,123 @@ def _survivor_weight(r: Request) -> float:
 # --- backward -------------------------------------------------------------------------------------
 
 
-class _Rows(NamedTuple):
-    """What the backward needs of a tile of queries, beside Q and dO; all (n, group * m)."""
+class _Queries(NamedTuple):
+    """What the backward needs of a strip of queries, or of one tile of it without t."""
 
-    lse: Tensor  # finite also for a row without a key
-    delta: Tensor  # rowsum(dO * O) - dlse
-    weight: Tensor | None  # of the row in dO and delta: exp(-lse_low)
-
-
-def _backward(w: Block, saved: Saved, grads: _Gradients) -> None:
-    r, grid = w.r, w.tiles.grid
-    slices = [slice(i, min(i + grid.block_m, grid.len_q)) for i in range(0, grid.len_q, grid.block_m)]
-    rows = [_rows(w, x, saved) for x in slices]
-    if grads.sinks is not None:
-        for x, row in zip(slices, rows, strict=True):
-            grads.add_sinks(w, x, row)
-    if not grads.any_scores:
-        return
-    k_all, v_all, q_grad = w.seq.keys(r.k), w.seq.keys(r.v), None if grads.q is None else w.seq.queries(grads.q)
-    dq = [None if q_grad is None else _zeros(w, r.dim, x.lse.shape[1]).mT for x in rows]
-    verdicts = w.tiles.block(w.batch, w.heads)
-    scratch = _Scratch(w)
-    for c in range(grid.cols):
-        cols = slice(c * grid.block_n, min((c + 1) * grid.block_n, grid.len_k))
-        k, v = _with_ones(w.key_rows(k_all, cols)), _with_ones(w.key_rows(v_all, cols))
-        dk = _zeros(w, k.shape[1], r.dim) if grads.k is not None else None
-        dv = _zeros(w, k.shape[1], r.dim_v) if grads.v is not None else None
-        for tile in w.tiles.col(verdicts, c):
-            row = tile.rows.start // grid.block_m
-            part = slice(tile.cols.start - cols.start, tile.cols.stop - cols.start)
-            to = (dq[row], *(None if x is None else x[:, part] for x in (dk, dv)))
-            _backward_tile(w, tile, rows[row], saved, k[:, part], v[:, part], scratch, to, grads)
-        w.put_key_rows(grads.k, cols, dk)
-        w.put_key_rows(grads.v, cols, dv)
-    for x, d in zip(slices, dq, strict=True):
-        if q_grad is not None and d is not None:
-            w.put_query_rows(q_grad, x, d.mul_(r.scale))
+    q: Tensor  # (t, n, group * m, D), scaled
+    do: Tensor  # (t, n, group * m, Dv)
+    lse: Tensor  # (t, n, group * m), finite also for a row without a key
+    delta: Tensor  # (t, n, group * m), rowsum(dO * O) - dlse
+    q1: Tensor  # (t, n, D + 1, group * m): q in columns, and -lse as a last row
+    do1: Tensor  # (t, n, Dv + 1, group * m): do in columns, and -delta as a last row
 
 
-def _rows(w: Block, rows: slice, saved: Saved) -> _Rows:
-    dout, out = w.query_rows(w.seq.queries(saved.dout), rows), w.query_rows(w.seq.queries(saved.out), rows)
-    delta = (dout * out).sum(-1)
+class _Keys(NamedTuple):
+    """A strip of keys and their gradients, or one tile of it without t.
+
+    k1 and v1 end in a column of ones: with the last rows of q1 and do1 the products are S - lse and dP - delta. A pass
+    over the tile would cost far more than a column of the product.
+    """
+
+    k: Tensor  # (t, n, k, D)
+    k1: Tensor  # (t, n, k, D + 1)
+    v1: Tensor  # (t, n, k, Dv + 1)
+    dk: Tensor | None
+    dv: Tensor | None
+
+
+def _backward_lane(lane: list[Block], saved: Saved, grads: _Gradients) -> None:
+    for w in lane:
+        _put_dq(w, _backward(w, slice(None), saved, grads), grads)
+
+
+def _backward(w: Block, part: slice, saved: Saved, grads: _Gradients) -> list[Tensor]:
+    """Write dK and dV of a part of the block's strips of keys. Their part of dQ / scale, by strips of queries."""
+    grid, scratch, near = w.tiles.grid, _Scratch(w), _all_near_zero(w, slice(None))
+    strips = list(_strips(grid.len_q, grid.block_m))
+    dq = [] if grads.q is None else [_no_dq(w, strip) for strip in strips]
+    for keys in list(_strips(grid.len_k, grid.block_n))[part]:
+        y = _no_dkdv(w, keys, grads)
+        ys, clean_y = _unbind(y), _finite(y.k1, y.v1)
+        for b, strip in enumerate(strips):
+            visits = [list(w.tiles.row(w.verdicts, i, keys.tiles)) for i in strip.tiles]
+            if not any(visits):
+                continue
+            x = _queries(w, strip, saved)
+            clean = clean_y and _finite(x.q1, x.do1)
+            for n, (x_i, tiles) in enumerate(zip(_unbind(x), visits, strict=True)):
+                for c, tile in tiles:
+                    y_c, cols = ys[c - keys.tiles.start], grid.cols_of(c)
+                    if tile.cols != cols:
+                        y_c = _Keys(*(_part(f, tile, cols) for f in y_c))
+                    _backward_tile(w, tile, x_i, y_c, dq[b][n] if dq else None, grads, scratch, near, clean)
+        w.put_keys(grads.k, keys, y.dk)
+        w.put_keys(grads.v, keys, y.dv)
+    return dq
+
+
+def _put_dq(w: Block, dq: list[Tensor], grads: _Gradients) -> None:
+    if grads.q is not None:
+        for strip, x in zip(_strips(w.tiles.grid.len_q, w.tiles.grid.block_m), dq, strict=True):
+            w.put_queries(grads.q, strip, x.mul_(w.r.scale).mT)
+
+
+def _no_dq(w: Block, strip: Strip) -> Tensor:
+    """dQ of a strip, (t, n, D, group * m): transposed as the scores are."""
+    shape = (len(strip.tiles), w.pairs, w.r.dim, w.r.group * w.rows(strip))
+    return torch.zeros(shape, dtype=w.r.state_dtype, device=w.r.device)
+
+
+def _no_dkdv(w: Block, strip: Strip, grads: _Gradients) -> _Keys:
+    k, v = w.keys(w.r.k, strip), w.keys(w.r.v, strip)
+    dk, dv = (None if g is None else x.new_zeros(x.shape) for g, x in ((grads.k, k), (grads.v, v)))
+    return _Keys(k, _with(k, 1.0), _with(v, 1.0), dk, dv)
+
+
+def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
+    q, do = w.queries(w.r.q, strip) * w.r.scale, w.queries(saved.dout, strip)
+    lse, delta, weight = _row_stats(w, strip, saved)
+    if weight is not None:
+        do, delta = do * weight[..., None], delta * weight
+    q1, do1 = (torch.cat([x.mT, -last[:, :, None]], 2) for x, last in ((q, lse), (do, delta)))
+    return _Queries(q, do, lse, delta, q1, do1)
+
+
+def _row_stats(w: Block, strip: Strip, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
+    """lse, delta = rowsum(dO * O) - dlse, and the weight of the rows in dO and delta, each (t, n, group * m).
+
+    P = exp(S - lse) * exp(-lse_low). The second factor belongs to a row, so it goes into that row of dO and delta.
+    """
+    delta = (w.queries(saved.dout, strip) * w.queries(saved.out, strip)).sum(-1)
     if saved.dlse is not None:
-        delta = delta - w.stats(saved.dlse, rows)
-    # P = exp(S - lse) * exp(-lse_low). The second factor belongs to a row, so it goes into that row of dO and delta.
-    weight = None if saved.lse_low is None else torch.exp(-w.stats(saved.lse_low, rows))
-    return _Rows(state.pivot(w.stats(saved.lse, rows)), delta, weight)
+        delta = delta - w.stats(saved.dlse, strip)
+    weight = None if saved.lse_low is None else torch.exp(-w.stats(saved.lse_low, strip))
+    lse = w.stats(saved.lse, strip)
+    return torch.where(lse == NEG_INF, 0.0, lse), delta, weight
 
 
 def _backward_tile(
-    w: Block, tile: Tile, row: _Rows, saved: Saved, k1: Tensor, v1: Tensor, scratch: _Scratch,
-    to: tuple[Tensor | None, Tensor | None, Tensor | None], grads: _Gradients,
+    w: Block, tile: Tile, x: _Queries, y: _Keys, dq: Tensor | None, grads: _Gradients, scratch: _Scratch,
+    near: bool, clean: bool,
 ) -> None:  # fmt: skip
-    """Add a tile's part of dQ (n, group * m, D), dK (n, k, D) and dV (n, k, Dv), and of the bias.
+    """Add a tile's part of dQ (n, D, group * m), dK (n, k, D) and dV (n, k, Dv), and of the bias.
 
-    k1 and v1 carry a last column of ones: with -lse as a last row of Q the product is S - lse, and dP - delta
-    likewise. A pass over the tile would cost far more than a column of the product.
+    ``clean``: nothing in x and y is NaN or infinite, and so what is masked is 0 by itself.
     """
     r = w.r
-    q, do = w.query_rows(w.seq.queries(r.q), tile.rows) * r.scale, w.query_rows(w.seq.queries(saved.dout), tile.rows)
-    k, v, delta = k1[..., :-1], v1[..., :-1], row.delta
-    if row.weight is not None:
-        do, delta = do * row.weight[..., None], delta * row.weight
     if r.softcap is None:
-        p, keep, tanh = _scores(w, tile, _columns(q, -row.lse), k1, scratch)
+        s, keep, tanh = _scores(w, tile, x.q1, y.k1, near, scratch)
     else:
-        p, keep, tanh = _scores(w, tile, _columns(q), k, scratch)
-        p.sub_(row.lse[:, None])
-    p.exp_()
-    # Where nothing is NaN or infinite, what is masked is 0 by itself.
-    guarded = keep is not None and not _finite(q, k, v, do, row.lse, delta)
-    kept = w.like_scores(keep, tile, p) if guarded and keep is not None else None
+        s, keep, tanh = _scores(w, tile, x.q1[:, :-1], y.k, near, scratch)
+        s.sub_(x.lse[:, None])
+    p = _exp_(w, tile, s, keep, near, scratch)
+    kept = None if keep is None or clean else w.like_scores(keep, tile, p)
     if kept is not None:
         p.masked_fill_(~kept, 0)
         if tanh is not None:
             tanh.masked_fill_(~kept, 0)
     dropped = w.split(_dropped(w, tile)) if r.dropout_p > 0 else None
-    ds = _dscores(w, tile, p, _columns(do), v1, delta, dropped, scratch)
+    ds = _dscores(w, tile, p, x, y.v1, dropped, scratch)
     if kept is not None:
         ds.masked_fill_(~kept, 0)
     grads.add_bias(w, tile, ds)
@@ -349,27 +511,27 @@ def _backward_tile(
         ds.mul_(1 - tanh * tanh)
     if dropped is not None:
         w.by_head(p, tile).masked_fill_(dropped, 0).mul_(_survivor_weight(r))
-    for acc, a, b, keeps in ((to[0], ds.mT, k, _t(kept)), (to[1], ds, q, kept), (to[2], p, do, kept)):
-        if acc is not None and keeps is None:
+    if dq is not None and kept is None:
+        _add_product(dq, y.k.mT, ds)
+    elif dq is not None and kept is not None:
+        _add_kept_product(dq.mT, ds.mT, y.k, kept.mT)
+    for acc, a, b in ((y.dk, ds, x.q), (y.dv, p, x.do)):
+        if acc is not None and kept is None:
             _add_product(acc, a, b)
-        elif acc is not None and keeps is not None:
-            _add_kept_product(acc, a, b, keeps)
+        elif acc is not None and kept is not None:
+            _add_kept_product(acc, a, b, kept)
 
 
 def _dscores(
-    w: Block, tile: Tile, p: Tensor, do: Tensor, v1: Tensor, delta: Tensor, dropped: Tensor | None, scratch: _Scratch
+    w: Block, tile: Tile, p: Tensor, x: _Queries, v1: Tensor, dropped: Tensor | None, scratch: _Scratch
 ) -> Tensor:
-    """dS = P * (dP - delta), before the softcap, (n, k, group * m); do is (n, Dv, group * m)."""
-    room = scratch.tile(1, v1.shape[1], do.shape[2])
+    """dS = P * (dP - delta), before the softcap, (n, k, group * m)."""
+    room = scratch.tile(1, *p.shape[1:])
     if dropped is None:
-        return torch.bmm(v1, torch.cat([do, -delta[:, None]], 1), out=room).mul_(p)
-    ds = torch.bmm(v1[..., :-1], do, out=room)
+        return torch.bmm(v1, x.do1, out=room).mul_(p)
+    ds = torch.bmm(v1[..., :-1], x.do1[:, :-1], out=room)
     w.by_head(ds, tile).masked_fill_(dropped, 0).mul_(_survivor_weight(w.r))
-    return ds.sub_(delta[:, None]).mul_(p)
-
-
-def _t(keep: Tensor | None) -> Tensor | None:
-    return None if keep is None else keep.mT
+    return ds.sub_(x.delta[:, None]).mul_(p)
 
 
 class _Gradients:
@@ -392,6 +554,17 @@ class _Gradients:
             summed(n, x) for n, x in (("bias", r.bias), ("alibi", r.alibi), ("sinks", r.sinks))
         )
         self.any_scores = any(g is not None for g in (self.q, self.k, self.v, self.bias, self.alibi))
+        shared = [
+            _broadcast_dims(r, g if g.dim() == 4 else g[:, :, None, None])
+            for g in (self.bias, self.alibi)
+            if g is not None
+        ]
+        self._batch_shared, self._heads_shared, _, keys_shared = (any(d in dims for dims in shared) for d in range(4))
+        self.keys_apart = not keys_shared  # whether two tiles of keys never add to the same element
+
+    def lane(self, w: Block) -> tuple[int, int]:
+        """Blocks of different lanes never add to the same element of a gradient."""
+        return 0 if self._batch_shared else w.batch.start, 0 if self._heads_shared else w.kv.start
 
     def add_bias(self, w: Block, tile: Tile, ds: Tensor) -> None:
         if self.bias is None and self.alibi is None:
@@ -405,15 +578,16 @@ class _Gradients:
             to = patch.take(self.alibi[:, :, None, None])[:, :, 0, 0]
             to.add_(per_head if to.shape[0] == per_head.shape[0] else per_head.sum(0, keepdim=True))
 
-    def add_sinks(self, w: Block, rows: slice, row: _Rows) -> None:
+    def add_sinks(self, w: Block, saved: Saved) -> None:
         """A sink is a key whose value is 0: its dP is 0."""
         assert w.r.sinks is not None
         assert self.sinks is not None
-        sink = w.per_head(w.r.sinks, rows.stop - rows.start)
-        ds = -torch.exp(sink - row.lse) * row.delta  # (n, group * m)
-        ds = ds if row.weight is None else ds * row.weight
         nb, nh = w.batch.stop - w.batch.start, w.heads.stop - w.heads.start
-        self.sinks[w.heads].add_(ds.view(nb, nh, -1).sum((0, 2)))
+        for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m):
+            lse, delta, weight = _row_stats(w, strip, saved)
+            ds = -torch.exp(w.per_head(w.r.sinks, w.rows(strip)) - lse) * delta  # (t, n, group * m)
+            ds = ds if weight is None else ds * weight
+            self.sinks[w.heads].add_(ds.view(len(strip.tiles), nb, nh, -1).sum((0, 1, 3)))
 
     def finish(self, r: Request) -> Grads:
         def cast(g: Tensor | None, x: Tensor | None) -> Tensor | None:
@@ -436,27 +610,57 @@ class _Scratch:
     def __init__(self, w: Block):
         self.w = w
         self.buffers: dict[int, Tensor] = {}
+        self.views: dict[tuple[int, int, int], Tensor] = {}
+        self.keeps: dict[tuple[int, int, int], Tensor] = {}
+        self.factors: dict[tuple[int, int, int], Tensor] = {}
 
     def tile(self, which: int, rows: int, cols: int) -> Tensor:
         """An uninitialised (n pairs, rows, cols) tensor."""
-        size = self.w.pairs * rows * cols
-        if which not in self.buffers or self.buffers[which].numel() < size:
-            self.buffers[which] = torch.empty(size, dtype=self.w.r.state_dtype, device=self.w.r.device)
-        return self.buffers[which][:size].view(self.w.pairs, rows, cols)
+        if (which, rows, cols) not in self.views:
+            size = self.w.pairs * rows * cols
+            if which not in self.buffers or self.buffers[which].numel() < size:
+                self.buffers[which] = torch.empty(size, dtype=self.w.r.state_dtype, device=self.w.r.device)
+            self.views[which, rows, cols] = self.buffers[which][:size].view(self.w.pairs, rows, cols)
+        return self.views[which, rows, cols]
+
+    def keep(self, tile: Tile) -> Tensor | None:
+        """What the mask keeps of a tile, broadcastable to (nb, nh, m, k). That of a band depends on j - i alone."""
+        mask = self.w.r.mask
+        if not isinstance(mask, Band):
+            return None if mask is None else mask.keep(self.w.patch(tile))
+        key = _relative(tile)
+        if key not in self.keeps:
+            self.keeps[key] = mask.keep(self.w.patch(tile))
+        return self.keeps[key]
+
+    def factor(self, tile: Tile, keep: Tensor) -> Tensor:
+        """``keep`` as 1 and 0 in the memory order of the scores, broadcastable to (nb, nkv, k, group, m)."""
+        key = _relative(tile)
+        if key not in self.factors or not isinstance(self.w.r.mask, Band):
+            kept = self.w.split(keep).permute(0, 1, 4, 2, 3)
+            self.factors[key] = kept.to(self.w.r.state_dtype, memory_format=torch.contiguous_format)
+        return self.factors[key]
 
 
-def _zeros(w: Block, *shape: int) -> Tensor:
-    return torch.zeros(w.pairs, *shape, dtype=w.r.state_dtype, device=w.r.device)
+def _with(x: Tensor, last: float) -> Tensor:
+    """(..., d) with a last column of that number, (..., d + 1)."""
+    return torch.nn.functional.pad(x, (0, 1), value=last)
 
 
-def _columns(x: Tensor, last: Tensor | None = None) -> Tensor:
-    """(n, m, d) as a contiguous (n, d, m), with ``last`` (n, m) as a further row."""
-    return x.mT.contiguous() if last is None else torch.cat([x.mT, last[:, None]], 1)
+def _relative(tile: Tile) -> tuple[int, int, int]:
+    """Where a tile lies relative to the diagonal, and its shape."""
+    return tile.rows.start - tile.cols.start, tile.rows.stop - tile.rows.start, tile.cols.stop - tile.cols.start
 
 
-def _with_ones(x: Tensor) -> Tensor:
-    """(n, k, d) with a last column of ones, (n, k, d + 1)."""
-    return torch.nn.functional.pad(x, (0, 1), value=1.0)
+def _part(x: Any, tile: Tile, cols: slice) -> Any:
+    """The rows (n, k, ...) of a tile, which may be narrower than its column; None stays None."""
+    return x if x is None or tile.cols == cols else x[:, tile.cols.start - cols.start : tile.cols.stop - cols.start]
+
+
+def _unbind(x: Any) -> list[Any]:
+    """A named tuple of (t, ...) tensors as t named tuples of their parts; None stays None."""
+    t = next(len(f) for f in x if f is not None)
+    return [type(x)(*fields) for fields in zip(*([None] * t if f is None else f.unbind() for f in x), strict=True)]
 
 
 def _finite(*xs: Tensor) -> bool:
@@ -468,11 +672,8 @@ def _finite(*xs: Tensor) -> bool:
 
 
 def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """acc += a @ b for a (n, i, j), b (n, j, d), in the memory order of acc."""
-    if acc.mT.is_contiguous():
-        acc.mT.baddbmm_(b.mT, a.mT)
-    else:
-        acc.baddbmm_(a, b)
+    """acc += a @ b for a (n, i, j), b (n, j, d)."""
+    acc.baddbmm_(a, b)
 
 
 def _add_kept_product(acc: Tensor, a: Tensor, b: Tensor, keep: Tensor) -> None:
@@ -481,7 +682,11 @@ def _add_kept_product(acc: Tensor, a: Tensor, b: Tensor, keep: Tensor) -> None:
     0 * NaN is NaN, but a pair that is not kept must add nothing: such rows of b are multiplied element by element.
     """
     finite = torch.isfinite(b)
-    _add_product(acc, a, torch.where(finite, b, 0.0))
+    whole = torch.where(finite, b, 0.0)
+    if acc.is_contiguous():
+        _add_product(acc, a, whole)
+    else:  # the same bits as the product in which all is finite, which runs transposed
+        _add_product(acc.mT, whole.mT, a.mT)
     odd = torch.where(finite, 0.0, b)
     for j in (~finite).any(-1).any(0).nonzero().flatten().tolist():
         if bool(keep[:, :, j].any()):
