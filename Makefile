@@ -11,7 +11,7 @@ READY := $(if $(VENV),$(VENV)/ready,)
 WORKERS ?= 2
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint unit bench-cpu gpu clean
+.PHONY: demo test lint unit browser bench-cpu gpu clean
 
 demo: $(READY)
 	$(BIN)tilewise demo
@@ -24,9 +24,18 @@ lint: $(READY)
 	$(BIN)mypy
 
 # Processes with a thread each: OpenMP threads that wait for each other on busy cores crawl.
-unit: $(READY)
+unit: $(READY) browser
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) tests/test_triton.py
+
+# A test clicks through a page in Chromium. Where there is none, Debian's is installed if that takes no password.
+browser:
+	@if ! { command -v chromium && command -v chromedriver; } > /dev/null; then \
+	    as_root=$$([ "$$(id -u)" = 0 ] || echo sudo -n); \
+	    { $$as_root apt-get -qq update && $$as_root env DEBIAN_FRONTEND=noninteractive \
+	        apt-get -qq install -y --no-install-recommends chromium chromium-driver; } > /dev/null \
+	    || echo "no Chromium, and it could not be installed: the tests that open a page in it are skipped"; \
+	fi
 
 bench-cpu: $(READY)
 	$(PY) benchmarks/cpu.py

@@ -10,31 +10,22 @@ import argparse
 import itertools
 import json
 import platform
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import tilewise
 from tilewise import masks
+from tilewise.bench.timing import alternate, turn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def alternate(calls: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Median seconds of each call; the calls take turns, so that a change of clock hits all of them."""
-    for call in calls:
-        call()
-    times: list[list[float]] = [[] for _ in calls]
-    for n in range(rounds):
-        order = list(enumerate(calls))
-        for which, call in order if n % 2 else reversed(order):
-            start = time.perf_counter()
-            call()
-            times[which].append(time.perf_counter() - start)
-    return [statistics.median(t) for t in times]
+def medians(calls: list[Callable[[], object]], rounds: int) -> list[float]:
+    """Median seconds of each call; the calls take turns."""
+    return [times.median for times in alternate([partial(turn, call) for call in calls], rounds)]
 
 
 def cell(dtype: torch.dtype, length: int, dim: int, causal: bool, heads: int, rounds: int) -> dict[str, float]:
@@ -54,8 +45,8 @@ def cell(dtype: torch.dtype, length: int, dim: int, causal: bool, heads: int, ro
 
     _check(outs, [backward(o) for o in outs])
     with torch.no_grad():
-        fwd = alternate([lambda n=n: forward(n) for n in backends], rounds)  # type: ignore[misc]
-    bwd = alternate([lambda o=o: backward(o) for o in outs], rounds)  # type: ignore[misc]
+        fwd = medians([lambda n=n: forward(n) for n in backends], rounds)  # type: ignore[misc]
+    bwd = medians([lambda o=o: backward(o) for o in outs], rounds)  # type: ignore[misc]
     flops = 4 * heads * dim * (length * (length + 1) // 2 if causal else length * length)
     return {
         "forward_ratio": fwd[0] / fwd[1],

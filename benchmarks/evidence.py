@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+Record = dict[str, Any]
 
 
 def digest(backend: str) -> str:
@@ -20,30 +24,92 @@ def digest(backend: str) -> str:
     return whole.hexdigest()
 
 
+def records() -> list[Record]:
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/*.json"))]
+
+
+def state(r: Record) -> str:
+    return "unchanged" if r["digest"] == digest(r["backend"]) else "**changed: stale**"
+
+
 def table() -> str:
     """The records as a Markdown table."""
     lines = ["| record | problems | checks | failed | kernels since |", "|---|---|---|---|---|"]
-    for path in sorted(RESULTS.glob("*/*.json")):
-        r = json.loads(path.read_text())
-        c = r["correctness"]
-        state = "unchanged" if r["digest"] == digest(r["backend"]) else "**changed: stale**"
+    for r in records():
+        c = r.get("correctness", {"problems": 0, "of": 0, "checks": 0, "failed": []})  # a run may be cut off
         counts = f"{c['problems']} of {c['of']} | {c['checks']} | {len(c['failed'])}"
-        lines.append(f"| {r['backend']} on {r['gpu']} | {counts} | {state} |")
+        lines.append(f"| {r['backend']} on {r['gpu']} | {counts} | {state(r)} |")
     return "\n".join(lines)
 
 
 def speeds() -> str:
     """TFLOP/s of the records as a Markdown table, forward / backward."""
     lines = []
-    for path in sorted(RESULTS.glob("*/*.json")):
-        r = json.loads(path.read_text())
-        names = [n for n in r["speed_tflops"][0] if n not in ("dim", "length", "mask")]
-        lines += [f"| {r['gpu']}, bf16 | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-        for row in r["speed_tflops"]:
-            cells = (f"{row[n]['forward']:.0f} / {row[n]['backward']:.0f}" for n in names)
-            lines.append(f"| D={row['dim']} L={row['length']} {row['mask']} | {' | '.join(cells)} |")
+    for r in records():
+        if rows := r.get("speed_tflops"):
+            names = _contestants(rows)
+            lines += _header(f"{r['gpu']}, bf16", names)
+            for row in rows:
+                lines.append(_row(row, [_pair(row.get(n), lambda x: f"{x:.0f}") for n in names]))
     return "\n".join(lines)
 
 
+def ratios() -> str:
+    """How many times as long the peers take, forward / backward, as a Markdown table. Empty without such records."""
+    lines = []
+    for r in records():
+        ours, rows = r["backend"], r.get("speed_ratios", [])
+        if names := [n for n in _contestants(rows) if n != ours]:
+            lines += _header(f"{r['gpu']}, bf16, {state(r)}: time / time of {ours}", names)
+            lines += [_row(row, [_ratio(row.get(n), row[ours]) for n in names]) for row in rows]
+    return "\n".join(lines)
+
+
+def suite() -> str:
+    """The checks of the GPU suite as a Markdown table. Empty without such records."""
+    lines = []
+    for r in records():
+        if checks := r.get("suite"):
+            lines += [
+                f"| {r['backend']} on {r['gpu']}, {state(r)} | passed | not run | what was found |",
+                "|---" * 4 + "|",
+            ]
+            for name, group in groupby(sorted(checks, key=lambda c: c["name"]), key=lambda c: c["name"]):
+                lines.append(f"| {name} | {_counts(list(group))} |")
+    return "\n".join(lines)
+
+
+def _counts(checks: list[Record]) -> str:
+    """Passed of those that ran, those that did not, and what a check of one case, or the first of several, found."""
+    ran = [c for c in checks if c["ok"] is not None]
+    absent = len(checks) - len(ran)
+    found = next((c for c in checks if c["ok"] is False), (ran or checks)[0])
+    note = found["note"] if len(checks) == 1 else f"{found['case']}: {found['note']}"
+    return f"{sum(c['ok'] for c in ran)} of {len(ran)} | {absent or ''} | {' '.join(note.split()).replace('|', '/')}"
+
+
+def _contestants(rows: list[Record]) -> list[str]:
+    return list(dict.fromkeys(n for row in rows for n in row if n not in ("dim", "length", "mask")))
+
+
+def _header(title: str, names: list[str]) -> list[str]:
+    return [f"| {title} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+
+
+def _row(row: Record, cells: list[str]) -> str:
+    return f"| D={row['dim']} L={row['length']} {row['mask']} | {' | '.join(cells)} |"
+
+
+def _pair(x: Record | None, show: Any) -> str:
+    """Forward / backward; a dash for what did not run (the record has the reason)."""
+    return "–" if x is None or "error" in x else f"{show(x['forward'])} / {show(x['backward'])}"
+
+
+def _ratio(x: Record | None, ours: Record) -> str:
+    if x is None or "error" in x or "error" in ours:
+        return "–"
+    return _pair({k: x[k] / ours[k] for k in ("forward", "backward")}, lambda t: f"{t:.2f}")
+
+
 if __name__ == "__main__":
-    print(table(), speeds(), sep="\n\n")
+    print(*filter(None, (table(), suite(), speeds(), ratios())), sep="\n\n")

@@ -1,145 +1,199 @@
-"""GPU proof of a backend: the judge over all problems, then speed beside PyTorch's kernels. `make gpu`.
+"""GPU proof of a backend: speed beside PyTorch's kernels, the GPU suite, and the judge over all problems. `make gpu`.
 
 Writes benchmarks/results/<gpu>/<backend>.json: what ran, with which versions, and a digest of the kernel sources, so
-that evidence older than the kernels can be told (``python benchmarks/evidence.py``). Exit code 1 if a check fails.
+that evidence older than the kernels can be told (``python benchmarks/evidence.py``). The record is written anew as
+results come in, in this order: whatever ends the run, what was done is kept, and the record says what was not.
+Exit code 1 if a check fails.
+
+    make gpu GPU_ARGS="--budget 300"       all of it within 300 seconds, of which speed takes 45 % at most
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
+import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu_speed
+import gpu_suite
 import torch
 import triton
+from crew import CUT, Done, crew
 from evidence import RESULTS, digest
-from triton.testing import do_bench
 
 import tilewise
-from tilewise import dispatch, masks
+from tilewise import dispatch
 from tilewise.testing import judge, problems
 
 DTYPES = ("float16", "bfloat16", "float32")
-PEERS = ("torch_flash", "torch_cudnn")
-TOKENS, WIDTH = 16384, 2048  # of a cell: batch * length, heads * D
+SPEED_SHARE = 0.45  # of the budget, at most
+
+Record = dict[str, Any]
 
 
-def judged(job: tuple[str, str, str]) -> tuple[tuple[str, str, str], list[Any], str]:
-    """One problem in one dtype, in a process of its own: compiling is most of the time."""
-    backend, name, dtype = job
+# --- work of one process --------------------------------------------------------------------------
+
+
+def device_of(number: int) -> torch.device:
+    """The processes spread over the GPUs; memory that an earlier job left goes back for the others."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", number % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.cuda.empty_cache()
+    return device
+
+
+def proved(job: tuple[str, Any], number: int, backend: str) -> list[Any]:
+    """The checks of a job of the suite, or the judge's verdicts on one problem in one dtype."""
+    kind, what = job
+    if kind == "suite":
+        return gpu_suite.run(what, backend, device_of(number))
+    name, dtype = what
     (problem,) = (p for p in problems() if p.name == name)
-    try:
-        return job, judge(problem, backend, getattr(torch, dtype), "cuda"), ""
-    except Exception as e:  # an error is a failed check with its text in the record, and the next one runs
-        return job, [], f"{type(e).__name__}: {str(e)[:500]}"
+    return judge(problem, backend, getattr(torch, dtype), device_of(number))
 
 
-def correctness(backend: str, dtypes: tuple[str, ...], workers: int, seconds: float) -> dict[str, Any]:
-    """Verdicts of all problems, counted; failures and refusals in full."""
-    jobs = [(backend, p.name, dtype) for dtype in dtypes for p in problems()]
-    summary: dict[str, Any] = {"problems": 0, "of": len(jobs), "checks": 0, "refused": [], "failed": []}
-    start = time.time()
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for job, verdicts, error in pool.imap_unordered(judged, jobs):
-            summary["problems"] += 1
-            if error:
-                summary["failed"].append([*job[1:], error])
-            for v in verdicts:
-                summary["checks"] += v.quantity != "refused"
-                if v.quantity == "refused":
-                    summary["refused"].append([*job[1:], v.note])
-                elif not v.ok:
-                    summary["failed"].append([*job[1:], v.quantity, v.note])
-            if time.time() - start > seconds:
-                summary["stopped"] = f"after {seconds:.0f} s"
-                pool.terminate()
-                break
-    summary["seconds"] = round(time.time() - start)
-    return summary
+def timed(cell: gpu_speed.Cell, number: int, backend: str, sizes: dict[str, int]) -> dict[str, Any]:
+    return gpu_speed.measure(cell, backend, device_of(number), **sizes)
 
 
-def repeats(backend: str, times: int = 30) -> bool:
-    """Whether forward and backward give the same bits every time."""
-    q, k, v = (torch.randn(2, 8, 1000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-
-    def once() -> list[torch.Tensor]:
-        out = tilewise.attention(q, k, v, masks.causal() & masks.window(300, 0), softcap=20.0, backend=backend)
-        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
-
-    first = once()
-    return all(torch.equal(a, b) for _ in range(times - 1) for a, b in zip(first, once(), strict=True))
+def compiled(cell: gpu_speed.Cell, number: int, backend: str, sizes: dict[str, int]) -> None:
+    """Each contestant once, so that its code is in the caches on disk, by GPU, when it is timed on the first."""
+    gpu_speed.measure(cell, backend, device_of(0), once, **sizes)
 
 
-def speed(backend: str) -> list[dict[str, Any]]:
-    """TFLOP/s, forward and backward alone, of the backend and its peers."""
-    rows = []
-    for dim, length, causal in ((d, n, c) for d in (64, 128) for n in (4096, 16384) for c in (False, True)):
-        rows.append({"dim": dim, "length": length, "mask": "causal" if causal else "full"})
-        rows[-1] |= cell((backend, *PEERS), dim, length, causal)
-        print(*(x if not isinstance(x, dict) else [round(t) for t in x.values()] for x in rows[-1].values()))
-    return rows
+def once(call: Any) -> float:
+    call()
+    return 0.0
 
 
-def cell(names: tuple[str, ...], dim: int, length: int, causal: bool) -> dict[str, dict[str, float]]:
-    """One shape; the backends take turns, there and back, and the better of two medians counts."""
-    shape = (TOKENS // length, WIDTH // dim, length, dim)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    mask = masks.causal() if causal else None
-    flops = 4 * TOKENS * WIDTH * length * (0.5 if causal else 1)
-
-    def forward(name: str) -> torch.Tensor:
-        return tilewise.attention(q, k, v, mask, backend=name)
-
-    def times(name: str) -> tuple[float, float]:
-        out = forward(name)
-        with torch.no_grad():
-            fwd = _time(lambda: forward(name))
-        return fwd, _time(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
-
-    measured = [(name, times(name)) for name in (*names, *names[::-1])]
-    best = {name: [min(t[n] for x, t in measured if x == name) for n in (0, 1)] for name in names}
-    return {name: {"forward": flops / f / 1e9, "backward": 2.5 * flops / b / 1e9} for name, (f, b) in best.items()}
+# --- sections -------------------------------------------------------------------------------------
 
 
-def _time(call: Any) -> float:
-    """Median milliseconds on CUDA events."""
-    return do_bench(call, warmup=10, rep=50, return_mode="median")
+class Run:
+    """A run in progress: its record, written as results come in, and its clock."""
+
+    def __init__(self, record: Record, path: Path, workers: int, budget: float):
+        self.record, self.path, self.workers = record, path, workers
+        self.start, self.budget = time.monotonic(), budget
+
+    def save(self) -> None:
+        self.record["seconds"] = round(time.monotonic() - self.start)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.record, indent=1) + "\n")
+
+    def done(self, what: str) -> None:
+        self.save()
+        print(f"{time.monotonic() - self.start:5.0f} s  {what}", flush=True)
+
+    def speed(self, cells: list[gpu_speed.Cell], **sizes: int) -> None:
+        """Compile side by side, for half of the time at most; then time one cell after the other."""
+        backend, until = self.record["backend"], self.start + SPEED_SHARE * self.budget
+        record = self.record["speed_tflops"], self.record["speed_ratios"] = [], []
+        half = (time.monotonic() + until) / 2
+        for d in crew(partial(compiled, backend=backend, sizes=sizes), cells, self.workers, half):
+            self.done(f"compiled {' '.join(map(str, d.job[:3]))} {d.error}")
+        for d in crew(partial(timed, backend=backend, sizes=sizes), cells, 1, until, 60):
+            if d.error == CUT:
+                continue
+            cell, found = d.job, d.result or {backend: {"error": d.error}}
+            row = {"dim": cell.dim, "length": cell.length, "mask": cell.case}
+            record[cell.flex].append(row | (found if cell.flex else gpu_speed.tflops(cell, found)))
+            self.done(f"timed {' '.join(map(str, cell[:3]))}")
+        self.record["speed_cells"] = [sum(map(len, record)), len(cells)]
+
+    def prove(self, checks: list[gpu_suite.Job], jobs: list[tuple[str, str]]) -> None:
+        """The suite, then the judge; what did not run is in the record too."""
+        self.record["suite"] = []
+        self.record["correctness"] = {"problems": 0, "of": len(jobs), "checks": 0, "refused": [], "failed": []}
+        self.proving, left = time.monotonic(), list(checks)
+        every = [*(("suite", job) for job in checks), *(("judge", job) for job in jobs)]
+        work = partial(proved, backend=self.record["backend"])
+        for d in crew(work, every, self.workers, self.start + self.budget):
+            kind, job = d.job
+            if d.error != CUT and kind == "suite":
+                left.remove(job)
+                self._checked(job, d)
+            elif d.error != CUT:
+                self._judged(job, d)
+        self.record["suite"] += [gpu_suite.Check(*pair, None, 0, CUT)._asdict() for job in left for pair in job]
+        c = self.record["correctness"]
+        if c["problems"] < c["of"]:
+            c["stopped"] = f"after {c.get('seconds', 0)} s"
+        self.save()
+
+    def _checked(self, job: gpu_suite.Job, d: Done) -> None:
+        checks = d.result or [gpu_suite.Check(*pair, False, round(d.seconds, 2), d.error) for pair in job]
+        self.record["suite"] += [c._asdict() for c in checks]
+        words = {True: "ok", False: "FAILED", None: "not run"}
+        self.done("; ".join(f"{c.name}, {c.case}: {words[c.ok]}" for c in checks))
+
+    def _judged(self, job: tuple[str, str], d: Done) -> None:
+        """Verdicts, counted; failures and refusals in full."""
+        c = self.record["correctness"]
+        c["problems"] += 1
+        c["failed"] += [[*job, d.error]] if d.error else []
+        for v in d.result or []:
+            c["checks"] += v.quantity != "refused"
+            if v.quantity == "refused":
+                c["refused"].append([*job, v.note])
+            elif not v.ok:
+                c["failed"].append([*job, v.quantity, v.note])
+        c["seconds"] = round(time.monotonic() - self.proving)
+        if c["problems"] % 50 == 0:
+            self.done(f"judged {c['problems']} of {c['of']}")
+
+    def failures(self) -> list[str]:
+        r = self.record
+        rows = [x for x in (*r.get("speed_tflops", []), *r.get("speed_ratios", [])) if "error" in x[r["backend"]]]
+        speed = [f"{x['mask']} D={x['dim']} L={x['length']}: {x[r['backend']]['error']}" for x in rows]
+        suite = [f"{c['name']}, {c['case']}: {c['note']}" for c in r.get("suite", []) if c["ok"] is False]
+        return speed + suite + [" ".join(map(str, x)) for x in r.get("correctness", {}).get("failed", [])]
+
+
+def judge_jobs(dtypes: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Every problem once, in the dtypes by turns, before any problem for the second time."""
+    every = problems()
+    turns = range(len(dtypes))
+    return [(p.name, dtypes[(n + turn) % len(dtypes)]) for turn in turns for n, p in enumerate(every)]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="triton", choices=sorted(dispatch.BACKENDS))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--workers", type=int, default=max(1, (multiprocessing.cpu_count() or 2) - 1))
-    parser.add_argument("--seconds", type=float, default=3600, help="stop judging after this time; the record says so")
+    parser.add_argument("--workers", type=int, default=max(1, min(31, len(os.sched_getaffinity(0)) - 1)))
+    parser.add_argument("--budget", type=float, default=3600, help="seconds of the whole run; the record says what ran")
     parser.add_argument("--results", type=Path, default=RESULTS)
     a = parser.parse_args()
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):  # the processes are the threads
+        os.environ.setdefault(name, "1")
     gpu = torch.cuda.get_device_name()
     record = {
         "backend": a.backend,
         "gpu": gpu,
+        "gpus": torch.cuda.device_count(),
         "digest": digest(a.backend),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "tilewise": tilewise.__version__},
-        "correctness": correctness(a.backend, tuple(a.dtypes.split(",")), a.workers, a.seconds),
-        "same_bits_30_times": repeats(a.backend),
-        "speed_tflops": speed(a.backend),
     }
     path = a.results / gpu.lower().replace(" ", "-") / f"{a.backend}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    c = record["correctness"]
-    print(
-        f"{c['problems']} of {c['of']} problems in {c['seconds']} s: {c['checks']} checks, {len(c['failed'])} failed,"
-    )
-    print(f"{len(c['refused'])} refused; same bits 30 times: {record['same_bits_30_times']}")
-    for failure in c["failed"]:
-        print("FAILED", *failure)
-    return 1 if c["failed"] or not record["same_bits_30_times"] else 0
+    run = Run(record, path, a.workers, a.budget)
+    run.speed(gpu_speed.cells())
+    run.prove(gpu_suite.jobs(), judge_jobs(tuple(a.dtypes.split(","))))
+    c, checks = run.record["correctness"], run.record["suite"]
+    print(f"judge: {c['problems']} of {c['of']} problems, {c['checks']} checks, {len(c['refused'])} refused")
+    print(f"suite: {sum(x['ok'] is True for x in checks)} of {len(checks)}", end="; ")
+    print(f"{sum(x['ok'] is None for x in checks)} not run; {run.record['seconds']} s in all")
+    failed = run.failures()
+    for text in failed:
+        print("FAILED", text)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

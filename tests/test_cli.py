@@ -15,7 +15,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 from typer.testing import CliRunner
 
-from tilewise import cli, demo, dispatch
+from tilewise import cli, demo, dispatch, iomodel
 from tilewise.cli import Described
 from tilewise.console import app
 from tilewise.testing import Verdict
@@ -172,6 +172,47 @@ def test_what_cannot_be_meant_is_said_in_one_line(args, said):
     assert result.stderr.startswith("Error: ")
     assert said in result.stderr
     assert said in facts("explain " + args, code=2)["error"]
+
+
+def test_cost_from_shapes_alone():
+    call = "explain --shape 1,16,4096,64 --dtype fp16 --device meta"
+    assert "cost" not in facts(call)
+    found = facts(call + " --cost")["cost"]
+    assert (found["score_matrix_bytes"], found["output_bytes"]) == (512 * 2**20, 8 * 2**20)
+    assert found["tiled"]["forward"]["flops"] == found["standard"]["forward"]["flops"] == 4 * 16 * 4096**2 * 64
+    assert found["ceilings"] is None
+    assert found["tiled"]["backward"]["predicted_seconds"] is None
+    text = run(call + " --cost").stdout
+    assert "S and P of standard, 512.0 MiB each" in text
+    assert "O is 8.0 MiB" in text
+    assert "time, at least" not in text
+
+
+def test_cost_with_ceilings_measured_now(monkeypatch):
+    asked = []
+
+    def measure(device, dtype):
+        asked.append((device, dtype))
+        return iomodel.Ceilings(matmul_flops_per_s=1e9, copy_bytes_per_s=1e6)
+
+    monkeypatch.setattr(iomodel, "measure_ceilings", measure)
+    call = "explain --shape 2,4,64,16 --kv 2,2,96,16 --dtype fp32 --device cpu --mask causal --softcap 5 --cost"
+    found = facts(call)["cost"]
+    assert asked == [(torch.device("cpu"), torch.float32)]
+    assert (found["pairs"], found["visible"]) == (8 * 64 * 96, 8 * 64 * 65 // 2)
+    for work in (*found["standard"].values(), *found["tiled"].values()):
+        assert work["predicted_seconds"] == pytest.approx(max(work["flops"] / 1e9, work["bytes"] / 1e6))
+        assert work["intensity"] == pytest.approx(work["flops"] / work["bytes"])
+    text = run(call).stdout
+    assert "49,152 pairs of a query and a key, of which the mask keeps 16,640" in text
+    assert "max(FLOPs / 1 GFLOP/s, bytes / 0.001 GB/s)" in text
+    assert "runs: tiled" in text
+
+
+def test_cost_of_what_cannot_be_read_is_said_in_one_line():
+    result = run("explain --shape 1,2,8 --cost")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "takes four sizes" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

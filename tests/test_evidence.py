@@ -4,6 +4,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -17,15 +19,15 @@ def evidence():
 def test_the_readme_shows_the_records_and_their_age():
     e, readme = evidence(), (ROOT / "README.md").read_text()
     assert list(e.RESULTS.glob("*/*.json"))
-    assert e.table() in readme, "run `python benchmarks/evidence.py` and put its tables into the README"
-    assert e.speeds() in readme
+    for table in (e.table(), e.suite(), e.speeds(), e.ratios()):
+        assert table in readme, "run `python benchmarks/evidence.py` and put its tables into the README"
 
 
 def test_no_record_holds_a_failure():
-    for path in evidence().RESULTS.glob("*/*.json"):
-        record = json.loads(path.read_text())
+    for record in evidence().records():
         assert record["correctness"]["failed"] == []
-        assert record["same_bits_30_times"]
+        assert record.get("same_bits_30_times", True)  # now a check of the suite
+        assert [c for c in record.get("suite", []) if c["ok"] is False] == []
 
 
 def test_the_digest_follows_the_sources(tmp_path, monkeypatch):
@@ -37,3 +39,71 @@ def test_the_digest_follows_the_sources(tmp_path, monkeypatch):
     before = e.digest("mine")
     (at / "a.py").write_text("x = 2\n")
     assert e.digest("mine") != before
+
+
+MS = {"forward": 2.0, "backward": 6.0}
+RECORD = {
+    "backend": "tiled",
+    "gpu": "Some GPU",
+    "digest": "old",
+    "correctness": {"problems": 5, "of": 9, "checks": 30, "failed": []},
+    "speed_tflops": [{"dim": 64, "length": 4096, "mask": "full", "tiled": MS, "torch_flash": {"error": "refused"}}],
+    "speed_ratios": [
+        {"dim": 64, "length": 4096, "mask": "causal", "tiled": MS, "flex": {"forward": 3.0, "backward": 3.0}},
+        {"dim": 64, "length": 4096, "mask": "bias", "tiled": MS, "torch_efficient": MS, "flex": {"error": "no"}},
+    ],
+    "suite": [
+        {"name": "CUDA graph", "case": "causal", "ok": True, "seconds": 1, "note": "3 replays"},
+        {"name": "CUDA graph", "case": "dropout", "ok": False, "seconds": 1, "note": "the same | mask"},
+        {"name": "another device", "case": "causal", "ok": None, "seconds": 0, "note": "needs two GPUs"},
+        {"name": "training", "case": "ten steps", "ok": True, "seconds": 9, "note": "loss 5.5 to 3.4"},
+    ],
+}
+
+
+@pytest.fixture
+def shown(tmp_path, monkeypatch):
+    """The tables of one record."""
+
+    def show(record):
+        e = evidence()
+        (tmp_path / "gpu").mkdir(exist_ok=True)
+        (tmp_path / "gpu" / "tiled.json").write_text(json.dumps(record))
+        monkeypatch.setattr(e, "RESULTS", tmp_path)
+        return {name: getattr(e, name)() for name in ("table", "suite", "speeds", "ratios")}
+
+    return show
+
+
+def test_a_record_as_tables(shown):
+    tables = shown(RECORD)
+    assert "| tiled on Some GPU | 5 of 9 | 30 | 0 | **changed: stale** |" in tables["table"]
+    assert "| D=64 L=4096 full | 2 / 6 | – |" in tables["speeds"]
+    assert tables["ratios"].splitlines() == [
+        "| Some GPU, bf16, **changed: stale**: time / time of tiled | flex | torch_efficient |",
+        "|---|---|---|",
+        "| D=64 L=4096 causal | 1.50 / 0.50 | – |",
+        "| D=64 L=4096 bias | – | 1.00 / 1.00 |",
+    ]
+    assert tables["suite"].splitlines() == [
+        "| tiled on Some GPU, **changed: stale** | passed | not run | what was found |",
+        "|---|---|---|---|",
+        "| CUDA graph | 1 of 2 |  | dropout: the same / mask |",
+        "| another device | 0 of 0 | 1 | needs two GPUs |",
+        "| training | 1 of 1 |  | loss 5.5 to 3.4 |",
+    ]
+
+
+def test_a_record_of_kernels_that_did_not_change(shown):
+    tables = shown({**RECORD, "digest": evidence().digest("tiled")})
+    assert "stale" not in "".join(tables.values())
+
+
+def test_records_from_before_the_suite_and_of_a_run_cut_off(shown):
+    old = {k: v for k, v in RECORD.items() if k not in ("suite", "speed_ratios")}
+    tables = shown(old)
+    assert tables["suite"] == tables["ratios"] == ""
+    assert tables["speeds"]
+    cut = {k: RECORD[k] for k in ("backend", "gpu", "digest")}
+    assert "0 of 0" in shown(cut)["table"]
+    assert shown({**cut, "speed_ratios": []})["ratios"] == ""

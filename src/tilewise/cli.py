@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import __version__, api, dispatch
+from . import __version__, api, dispatch, iomodel
 from .api import AuxRequest
 from .maskexpr import parse_mask
 from .testing import Problem, Verdict, judge, problems
@@ -108,6 +108,11 @@ class Described(NamedTuple):
 
 def explain(call: Described) -> dispatch.Explanation:
     """``tilewise.explain`` of that call; ValueError for what cannot be read or does not fit together."""
+    return api.explain(**_arguments(call))
+
+
+def _arguments(call: Described) -> Facts:
+    """The arguments of ``attention`` for that call."""
     b, heads, len_q, dim = shape = parse_shape("--shape B,Hq,Lq,D", call.shape)
     kv = shape if call.kv is None else parse_shape("--kv B,Hkv,Lk,Dv", call.kv)
     check_device(call.device)
@@ -118,18 +123,40 @@ def explain(call: Described) -> dispatch.Explanation:
         except RuntimeError as e:
             raise ValueError(f"{sizes} does not fit on {call.device}; --device meta needs no memory ({e})") from None
 
-    return api.explain(
-        room(b, heads, len_q, dim),
-        room(*kv[:3], dim),
-        room(*kv),
-        None if call.mask is None else parse_mask(call.mask),
-        bias=None if call.bias is None else room(*parse_shape("--bias B,H,Lq,Lk", call.bias)),
-        softcap=call.softcap,
-        sinks=room(heads) if call.sinks else None,
-        dropout_p=call.dropout,
-        backend=call.backend,
-        return_aux=AuxRequest(lse=True) if call.lse else None,
-    )
+    return {
+        "query": room(b, heads, len_q, dim),
+        "key": room(*kv[:3], dim),
+        "value": room(*kv),
+        "mask": None if call.mask is None else parse_mask(call.mask),
+        "bias": None if call.bias is None else room(*parse_shape("--bias B,H,Lq,Lk", call.bias)),
+        "softcap": call.softcap,
+        "sinks": room(heads) if call.sinks else None,
+        "dropout_p": call.dropout,
+        "backend": call.backend,
+        "return_aux": AuxRequest(lse=True) if call.lse else None,
+    }
+
+
+def cost(call: Described) -> Facts:
+    """``iomodel.cost`` of that call and, but on meta, the ceilings measured now and the least time they allow."""
+    a = _arguments(call)
+    r = api._request(
+        a["query"], a["key"], a["value"], a["mask"], a["bias"], None, a["softcap"], a["sinks"], None,
+        aux=a["return_aux"], dropout=(a["dropout_p"], None, None),
+    )  # fmt: skip
+    counted = iomodel.cost(r)
+    ceilings = None if r.device.type == "meta" else iomodel.measure_ceilings(r.device, r.dtype)
+
+    def work(w: iomodel.Work) -> Facts:
+        seconds = None if ceilings is None else iomodel.predicted_seconds(w, ceilings)
+        return {**w._asdict(), "intensity": w.intensity, "predicted_seconds": seconds}
+
+    return {
+        **counted._asdict(),
+        **{name: {x: work(w) for x, w in getattr(counted, name)._asdict().items()} for name in ("standard", "tiled")},
+        "machine": counted.machine._asdict(),
+        "ceilings": None if ceilings is None else ceilings._asdict(),
+    }
 
 
 def parse_shape(option: str, text: str) -> tuple[int, int, int, int]:

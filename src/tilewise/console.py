@@ -129,16 +129,20 @@ def explain(
     grad: Annotated[bool, typer.Option(help="Gradients of all inputs, bias and sinks included.")] = False,
     lse: Annotated[bool, typer.Option("--lse", help="The log-sum-exp as an output too.")] = False,
     backend: Annotated[str | None, typer.Option(help="Only this one, or the first of a,b,c.")] = None,
+    cost: Annotated[
+        bool, typer.Option("--cost", help="FLOPs, bytes and least time too; measures the device, but for meta.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """What a call would run, and every reason why not the others. Nothing is computed.
+    """What a call would run, and every reason why not the others. The call itself is not computed.
 
     Exit code 0 if a backend can run it, 2 if none can.
     """
     with usage(as_json):
         call = cli.Described(shape, kv, dtype, device, mask, softcap, dropout, sinks, bias, grad, lse, backend)
         answer = cli.explain(call)
-    show({"text": str(answer), **answer.to_dict()}, as_json, print_explanation)
+        counted = {"cost": cli.cost(call)} if cost else {}
+    show({"text": str(answer), **answer.to_dict(), **counted}, as_json, print_explanation)
     raise typer.Exit(0 if answer.chosen else 2)
 
 
@@ -148,6 +152,32 @@ def print_explanation(facts: Facts, to: Console) -> None:
     text.highlight_regex(r"(?m)^\w+: can run it$", "green")
     text.highlight_regex(r"(?m)^\w+: cannot$", "yellow")
     to.print(text, soft_wrap=True)
+    if "cost" in facts:
+        print_cost(facts["cost"], to)
+
+
+def print_cost(facts: Facts, to: Console) -> None:
+    c, measured = facts["ceilings"], facts["ceilings"] is not None
+    table = Table("", "FLOPs", "bytes", "FLOPs/byte", *(["time, at least"] if measured else []), box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in ("standard", "tiled"):
+        for which, work in facts[name].items():
+            time = [f"{1e3 * work['predicted_seconds']:.3g} ms"] if measured else []
+            flops, intensity = f"{work['flops']:.3e}", f"{work['intensity']:.1f}"
+            table.add_row(f"{name} {which}", flops, _bytes(work["bytes"]), intensity, *time)
+    to.print(table)
+    one, out, stats = (_bytes(facts[f"{name}_bytes"]) for name in ("score_matrix", "output", "statistics"))
+    (m, n), (bm, bn), cache = facts["machine"].values()
+    lines = [
+        f"{facts['pairs']:,} pairs of a query and a key, of which the mask keeps {facts['visible']:,}",
+        f"intermediates in memory: S and P of standard, {one} each; the log-sum-exp of tiled, {stats}; O is {out}",
+        f"tiles of {m} x {n} forward and {bm} x {bn} backward, a cache of {_bytes(cache)}",
+    ]
+    if measured:
+        flops, copied = c["matmul_flops_per_s"] / 1e9, c["copy_bytes_per_s"] / 1e9
+        lines.append(f"time, at least: max(FLOPs / {flops:.4g} GFLOP/s, bytes / {copied:.4g} GB/s), as measured now")
+    to.print(*lines, sep="\n", soft_wrap=True)
 
 
 # --- verify ---------------------------------------------------------------------------------------
@@ -302,4 +332,13 @@ def print_long(facts: Facts, to: Console) -> None:
 
 
 def _bytes(n: int) -> str:
-    return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if n >= unit:
+            return f"{n / unit:.1f} {name}"
+    return f"{n / 2**10:.1f} KiB" if n else "0 B"
+
+
+# Further commands, each in a file of its own that adds itself to ``app``.
+from . import console_bench  # noqa: E402, F401  isort: skip
+from . import console_doctor  # noqa: E402, F401  isort: skip
+from . import console_trace  # noqa: E402, F401  isort: skip
