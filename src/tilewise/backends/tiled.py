@@ -67,7 +67,8 @@ class TiledBackend(Backend):
             length //= 2
         pieces = [(w, strip) for w in blocks for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m, length)]
         pieces.sort(key=lambda piece: piece[1].at.start, reverse=True)  # the longest first, if causal
-        _run(r, [partial(_forward, w, strip, o) for w, strip in pieces])
+        near = _all_near_zero(r)
+        _run(r, [partial(_forward, w, strip, near, o) for w, strip in pieces])
         return o
 
     def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
@@ -81,12 +82,13 @@ class TiledBackend(Backend):
         lanes: dict[tuple[int, int], list[Block]] = {}
         for w in blocks:
             lanes.setdefault(grads.lane(w), []).append(w)
-        parts = workers.count()
+        parts, near = workers.count(), _all_near_zero(r)
         if len(lanes) >= parts or not grads.keys_apart:
-            _run(r, [partial(_backward_lane, lane, saved, grads) for lane in lanes.values()])
+            _run(r, [partial(_backward_lane, lane, near, saved, grads) for lane in lanes.values()])
         else:  # too few for all threads: each takes a part of the keys, and sums up a dQ of its own
             for w in blocks:
-                dqs = _run(r, [partial(_backward, w, slice(n, None, parts), saved, grads) for n in range(parts)])
+                pieces = [partial(_backward, w, slice(n, None, parts), near, saved, grads) for n in range(parts)]
+                dqs = _run(r, pieces)
                 _put_dq(w, [sum(x[1:], start=x[0]) for x in zip(*dqs, strict=True)], grads)
         return grads.finish(r)
 
@@ -240,9 +242,9 @@ class _Rows(NamedTuple):
     acc: Tensor  # (t, n, Dv + 1, group * m), transposed as the scores are; the last row is l
 
 
-def _forward(w: Block, strip: Strip, to: Output) -> None:
+def _forward(w: Block, strip: Strip, near: bool, to: Output) -> None:
     """Fill the output and its statistics for a strip of the block's queries."""
-    r, grid, scratch, near = w.r, w.tiles.grid, _Scratch(w), _all_near_zero(w, strip.at)
+    r, grid, scratch = w.r, w.tiles.grid, _Scratch(w)
     seen = _nothing_seen(w, strip)
     rows = _unbind(seen)
     for keys in _strips(grid.len_k, grid.block_n):
@@ -261,23 +263,21 @@ def _forward(w: Block, strip: Strip, to: Output) -> None:
 
 
 def _nothing_seen(w: Block, strip: Strip) -> _Rows:
-    q = (w.queries(w.r.q, strip) * w.r.scale).mT.contiguous()
+    q = _columns(w.queries(w.r.q, strip), w.r.scale)
     m = torch.zeros_like(q[:, :, 0])
     return _Rows(q, torch.full_like(m, NEG_INF), m, m.new_zeros(*q.shape[:2], w.r.dim_v + 1, q.shape[3]))
 
 
-def _all_near_zero(w: Block, rows: slice) -> bool:
+def _all_near_zero(r: Request) -> bool:
     """Whether it is certain, before any score is computed, that all are finite and within ``_NEAR`` of 0.
 
     |q k| <= |q| |k|. Then m stays 0 in every row, the largest score is not needed, and no exp under- or overflows.
     """
-    r = w.r
     if r.bias is not None or r.alibi is not None or r.want_max_logits:
         return False
-    q, k = w.seq.queries(r.q)[w.local, w.heads, rows], w.seq.keys(r.k)[w.local, w.kv]
-    if q.shape[2] * r.group < 64 or not k.numel():  # a pass over the keys costs more than it saves
+    if r.len_q * r.group < 64 or not r.q.numel() or not r.k.numel():  # a pass over the keys costs more than it saves
         return False
-    largest = [torch.linalg.vector_norm(x, dim=-1, dtype=r.state_dtype).amax() for x in (q, k)]
+    largest = [torch.linalg.vector_norm(x, dim=-1, dtype=r.state_dtype).amax() for x in (r.q, r.k)]
     bound = float(largest[0] * largest[1]) * abs(r.scale)  # NaN if something is, and so never below anything
     if r.softcap is not None and math.isfinite(bound):
         bound = min(bound, r.softcap)
@@ -412,14 +412,14 @@ class _Keys(NamedTuple):
     dv: Tensor | None
 
 
-def _backward_lane(lane: list[Block], saved: Saved, grads: _Gradients) -> None:
+def _backward_lane(lane: list[Block], near: bool, saved: Saved, grads: _Gradients) -> None:
     for w in lane:
-        _put_dq(w, _backward(w, slice(None), saved, grads), grads)
+        _put_dq(w, _backward(w, slice(None), near, saved, grads), grads)
 
 
-def _backward(w: Block, part: slice, saved: Saved, grads: _Gradients) -> list[Tensor]:
+def _backward(w: Block, part: slice, near: bool, saved: Saved, grads: _Gradients) -> list[Tensor]:
     """Write dK and dV of a part of the block's strips of keys. Their part of dQ / scale, by strips of queries."""
-    grid, scratch, near = w.tiles.grid, _Scratch(w), _all_near_zero(w, slice(None))
+    grid, scratch = w.tiles.grid, _Scratch(w)
     strips = list(_strips(grid.len_q, grid.block_m))
     dq = [] if grads.q is None else [_no_dq(w, strip) for strip in strips]
     for keys in list(_strips(grid.len_k, grid.block_n))[part]:
@@ -465,8 +465,7 @@ def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
     lse, delta, weight = _row_stats(w, strip, saved)
     if weight is not None:
         do, delta = do * weight[..., None], delta * weight
-    q1, do1 = (torch.cat([x.mT, -last[:, :, None]], 2) for x, last in ((q, lse), (do, delta)))
-    return _Queries(q, do, lse, delta, q1, do1)
+    return _Queries(q, do, lse, delta, _columns(q, 1.0, -lse), _columns(do, 1.0, -delta))
 
 
 def _row_stats(w: Block, strip: Strip, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -642,9 +641,22 @@ class _Scratch:
         return self.factors[key]
 
 
+def _columns(x: Tensor, scale: float, last: Tensor | None = None) -> Tensor:
+    """x * scale of (t, n, m, d) as a contiguous (t, n, d, m), with ``last`` (t, n, m) as a further row."""
+    d = x.shape[3]
+    columns = x.new_empty(*x.shape[:2], d + (last is not None), x.shape[2])
+    torch.mul(x.mT, scale, out=columns[:, :, :d])
+    if last is not None:
+        columns[:, :, d] = last
+    return columns
+
+
 def _with(x: Tensor, last: float) -> Tensor:
     """(..., d) with a last column of that number, (..., d + 1)."""
-    return torch.nn.functional.pad(x, (0, 1), value=last)
+    wider = x.new_empty(*x.shape[:-1], x.shape[-1] + 1)
+    wider[..., :-1] = x
+    wider[..., -1] = last
+    return wider
 
 
 def _relative(tile: Tile) -> tuple[int, int, int]:

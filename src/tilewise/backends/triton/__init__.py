@@ -46,14 +46,22 @@ class TritonBackend(Backend):
         return reasons
 
     def forward(self, r: Request) -> Output:
+        from . import tune
         from .forward import forward
 
-        return forward(r)
+        o = forward(r)
+        if tune.ENABLED:
+            tune.settle(lambda: forward(r)[:3], o[:3])  # but for lse_low, which is rounding
+        return o
 
     def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
+        from . import tune
         from .gradients import backward
 
-        return backward(r, saved, needs)
+        grads = backward(r, saved, needs)
+        if tune.ENABLED:
+            tune.settle(lambda: backward(r, saved, needs), grads)
+        return grads
 
 
 def _too_old(device: torch.device) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...masks import Mask
 from ...philox import threshold
 from ...request import Request
-from . import config
+from . import config, tune
 from .config import Config
 from .lists import classify_kernel, compact_kernel
 from .lower import Lowered, lower
@@ -53,7 +53,8 @@ class Problem:
     def config(self, direction: str) -> Config:
         r = self.r
         extra = r.bias is not None or r.alibi is not None or r.softcap is not None or r.dropout_p > 0
-        return config.choose(direction, self.block_d, self.block_dv, self.half, r.mask is not None, extra, self.gpu)
+        asked = (direction, self.block_d, self.block_dv, self.half, r.mask is not None, extra, self.gpu)
+        return tune.choose(r.device, *asked) if tune.ENABLED else config.choose(*asked)
 
     def strides(self, x: Tensor) -> tuple[int, ...]:
         """(batch, head, row, channel)."""
