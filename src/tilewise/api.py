@@ -408,7 +408,8 @@ def _rng(device: torch.device, seed: int | None, generator: torch.Generator | No
     if seed is not None and generator is not None:
         raise ValueError("pass seed= or generator=, not both")
     if seed is not None:
-        return torch.tensor([seed & (2**63 - 1), 0], dtype=torch.int64, device=device)
+        offset = torch.zeros(1, dtype=torch.int64, device=device)
+        return torch.cat([torch.full_like(offset, seed & (2**63 - 1)), offset])  # filled there: a copy would wait
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device, generator=generator)
 
 
