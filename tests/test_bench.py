@@ -312,7 +312,7 @@ def test_nothing_timed_is_exit_code_1():
 
 def test_as_a_process_ctrl_c_keeps_what_is_measured(tmp_path):
     path = tmp_path / "rows.jsonl"
-    lengths = ",".join(str(n) for n in range(16, 400))
+    lengths = ",".join(str(n) for n in range(16, 3000))
     line = f"bench --backend tiled --heads 1 --dim 8 --rounds 1 --direction forward --length {lengths} --out {path}"
     process = subprocess.Popen(
         [sys.executable, "-m", "tilewise.cli", *shlex.split(line)],
