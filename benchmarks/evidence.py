@@ -79,6 +79,16 @@ def suite() -> str:
     return "\n".join(lines)
 
 
+def failures() -> str:
+    """Every check of the GPU suite that failed, as a Markdown list. Empty where none did."""
+    return "\n".join(
+        f"- {r['backend']} on {r['gpu']}: {c['name']}, {c['case']}: {' '.join(c['note'].split())}"
+        for r in records()
+        for c in r.get("suite", [])
+        if c["ok"] is False
+    )
+
+
 def _counts(checks: list[Record]) -> str:
     """Passed of those that ran, those that did not, and what a check of one case, or the first of several, found."""
     ran = [c for c in checks if c["ok"] is not None]
@@ -112,4 +122,4 @@ def _ratio(x: Record | None, ours: Record) -> str:
 
 
 if __name__ == "__main__":
-    print(*filter(None, (table(), suite(), speeds(), ratios())), sep="\n\n")
+    print(*filter(None, (table(), suite(), failures(), speeds(), ratios())), sep="\n\n")

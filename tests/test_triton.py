@@ -7,6 +7,7 @@ The variable must be set before triton is imported. bf16 is left to the GPU: the
 """
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -214,6 +215,17 @@ def test_a_key_seen_by_some_rows_poisons_only_these(which):
     assert dk[:, :, 17].isnan().all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rows_beyond_the_last_add_nothing_to_a_key_that_is_not_finite():
+    """Scores of -inf give a key no gradient, though 0 * inf is NaN in the tile's rows that do not exist."""
+    q, k, v = qkv(1, 1, 37, 45)
+    q, k = q.abs(), k.index_fill(2, torch.tensor(7), -float("inf"))
+    out, _, dk, dv = run(q, k, v)
+    assert out.isfinite().all()
+    assert dk.isfinite().all()
+    assert not dv[:, :, 7].any()
+
+
 def test_runs_give_the_same_bits():
     q, k, v = qkv()
     kw = {"mask": masks.causal(), "dropout_p": 0.2, "seed": 3}
@@ -226,3 +238,48 @@ def test_reasons_without_an_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(NotImplementedError, match=r"runs on GPUs.*the tensors are on cpu"):
         attention(*qkv(), backend="triton")
+
+
+# --- precision and tracing ------------------------------------------------------------------------
+
+TF32 = {
+    "fp32_precision": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("high"),
+}
+
+
+@pytest.mark.parametrize("way", TF32)
+def test_tf32_is_used_where_pytorch_is_set_to_it(way, monkeypatch):
+    """The interpreter multiplies in fp32 whatever is asked for: what is proven is that every product is asked."""
+    seen, create_dot = set(), interpreter.InterpreterBuilder.create_dot
+
+    def spy(self, a, b, d, precision, *rest):
+        seen.add(precision.name)
+        return create_dot(self, a, b, d, precision, *rest)
+
+    def precisions(dtype):
+        seen.clear()
+        run(*qkv(1, 1, 17, 17, dtype=dtype), masks.causal())
+        return set(seen)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", spy)
+    assert precisions(torch.float32) == {"IEEE"}
+    try:
+        TF32[way]()
+        assert precisions(torch.float32) == {"TF32"}
+        assert precisions(torch.float16) == {"IEEE"}  # 16 bits are exact in either: one kernel
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert precisions(torch.float32) == {"IEEE"}
+
+
+def test_torch_compile_traces_it_without_a_warning():
+    q, k, v = qkv(1, 1, 17, 17)
+    compiled = torch.compile(
+        lambda *x: attention(*x, masks.causal(), backend="triton"), backend="eager", fullgraph=True
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(Dynamo|lru_cache).*")
+        out = compiled(q, k, v)
+    torch.testing.assert_close(out, attention(q, k, v, masks.causal(), backend="tiled"))

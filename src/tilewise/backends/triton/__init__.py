@@ -1,12 +1,15 @@
 """The backend ``triton``: the algorithm of ``tiled`` as Triton kernels, for any GPU that Triton compiles for.
 
+fp32 is multiplied in IEEE precision. Where PyTorch is told to multiply matrices in TF32, these are as well, forward
+and backward: ``torch.backends.cuda.matmul.fp32_precision = "tf32"``, or its older forms ``allow_tf32`` and
+``torch.set_float32_matmul_precision("high")``. The setting is read at each launch.
+
 This module imports without Triton; the kernels are imported when the first request runs.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from functools import lru_cache
 
 import torch
 
@@ -16,6 +19,7 @@ from ...request import Request
 from . import config
 
 MAX_DIM = config.BUCKETS[-1]
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class TritonBackend(Backend):
@@ -25,7 +29,7 @@ class TritonBackend(Backend):
 
     def limits(self, r: Request) -> list[Reason]:
         reasons = []
-        if not _has_triton():
+        if not _HAS_TRITON:
             return [Reason("needs Triton, which is not installed", "pip install triton")]
         if r.device.type != "cuda" and not (config.interpreting() and r.device.type == "cpu"):
             fix = "move the tensors to a GPU, or backend='tiled'; TRITON_INTERPRET=1 runs the kernels on a CPU, slowly"
@@ -67,11 +71,6 @@ class TritonBackend(Backend):
 def _too_old(device: torch.device) -> bool:
     nvidia = device.type == "cuda" and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) < (8, 0)
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def backends() -> list[Backend]:

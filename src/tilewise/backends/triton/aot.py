@@ -51,12 +51,21 @@ class Compiled(NamedTuple):
             names = "private_segment_fixed_size|vgpr_count|vgpr_spill_count|sgpr_spill_count"
             found = re.findall(rf"\.({names}):\s*(\d+)", self.asm["amdgcn"])
             return {name: int(n) for name, n in found}
+        said = self._read(triton.knobs.nvidia.cuobjdump.path, "-res-usage")
+        return {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", said)}
+
+    def code(self) -> str:
+        """The machine code with lines that name its source. Not ``asm["sass"]``, which ends after 64 KB."""
+        if "cubin" not in self.asm:
+            return self.asm["amdgcn"]
+        return self._read(triton.knobs.nvidia.nvdisasm.path, "-c", "-g")
+
+    def _read(self, tool: str, *options: str) -> str:
+        """What a tool says of the cubin."""
         with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
             f.write(self.asm["cubin"])
             f.flush()
-            tool = triton.knobs.nvidia.cuobjdump.path
-            said = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
-        return {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", said)}
+            return subprocess.run([tool, *options, f.name], capture_output=True, text=True, check=True).stdout
 
 
 def compile_launch(fn: JITFunction, target: str, *args: Any, **kwargs: Any) -> Compiled:

@@ -20,10 +20,12 @@ from .primitives import (
     NATURAL,
     add_to_row,
     any_odd,
+    apart,
     cleaned,
     dot,
     exp_scores,
     head_base,
+    hidden_zero,
     kept,
     load_row,
     load_tile,
@@ -44,55 +46,62 @@ from .primitives import (
 
 
 @triton.jit
-def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr):
+def load_stat(x, at, i0, len_q, N: tl.constexpr, TAIL: tl.constexpr):
+    """Rows i0 .. i0 + N of a statistic, 0 beyond the last. One 64-bit address: the rows are offsets to it."""
+    rows = tl.arange(0, N)
+    if TAIL:
+        return tl.load(x + (at + i0) + rows, mask=rows < len_q - i0, other=0.0)
+    else:
+        return tl.load(x + (at + i0) + rows)
+
+
+@triton.jit
+def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr):
     """lse in the unit of the scores (0 for a row without keys), lse_low and delta of rows i0 .. i0 + BLOCK_M."""
-    rows = i0 + tl.arange(0, BLOCK_M)
-    inside = rows < len_q
-    x = tl.load(lse + at + rows, mask=inside, other=0.0)
+    x = load_stat(lse, at, i0, len_q, BLOCK_M, TAIL)
     x = tl.where(x == -INF, 0.0, x)
     if UNIT != NATURAL:
         x = x * LOG2E
-    d = tl.load(delta + at + rows, mask=inside, other=0.0)
+    d = load_stat(delta, at, i0, len_q, BLOCK_M, TAIL)
     rest = d
     if low is not None:
-        rest = tl.load(low + at + rows, mask=inside, other=0.0)
+        rest = load_stat(low, at, i0, len_q, BLOCK_M, TAIL)
     return x, rest, d
 
 
 @triton.jit
 def grad_scores(
-    s, dp, i, j, lse, low, delta, alive, b, h, len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
-    survivor_weight, m,
-    has_low: tl.constexpr, KEEP: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    s, dp, i, j, lse, low, delta, alive, keep, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, survivor_weight,
+    has_low: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """From q k^T and dO v^T of a tile: P after dropout, dS before and after the softcap, and what is kept.
 
-    All that is not kept is 0, whatever stands there. lse, low and delta broadcast along the keys.
+    All that is not kept is 0, whatever stands there; keep None keeps all but what the bias excludes. lse, low and delta
+    broadcast along the keys.
     """
     s, t = scores(s, i, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
     if has_low:  # noqa: SIM108 - P = exp(S - lse) * exp(-lse_low)
         p = tl.exp2(((s - lse) - low) * LOG2E)
     else:
         p = exp_scores(s, lse, qk_scale, UNIT)
-    keep = (i >= 0) & (j >= 0)
-    if MASKED:
-        keep = kept(b, h, i, j, len_q, len_k, m, KEEP)
     if bias is not None:
-        keep = keep & (s != -INF)
-    if MASKED or bias is not None:
+        keep = s != -INF if keep is None else keep & (s != -INF)
+    if keep is not None:
         p = tl.where(keep, p, 0.0)
     survived = p
     if alive is not None:
         survived = tl.where(alive, p, 0.0)
         dp = tl.where(alive, dp * survivor_weight, 0.0)
     ds = p * (dp - delta)
-    if MASKED or bias is not None:
+    if keep is not None:
         ds = tl.where(keep, ds, 0.0)
     ds_bias = ds
     if SOFTCAP:
         ds = ds * (1 - t * t)
-        if MASKED or bias is not None:
+        if keep is not None:
             ds = tl.where(keep, ds, 0.0)
+    if keep is None:
+        keep = (i >= 0) & (j >= 0)  # a function cannot return None among others
     return survived, ds_bias, ds, keep
 
 
@@ -148,38 +157,45 @@ def delta_kernel(
 
 @triton.jit
 def add_rows(
-    dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
-    bias, bias_strides, slope, rng, threshold, survivor_weight, m,
+    dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0, t0, t1, lists, where, n_full, full,
+    first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, survivor_weight, m,
     KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
 ):  # fmt: skip
-    """What queries i0 .. i0 + BLOCK_M add to dK and dV. Tiles are transposed, (N, M), as P^T and dS^T are needed."""
-    i = i0 + tl.arange(0, BLOCK_M)[None, :]
+    """What the queries of tiles t0 .. t1 add to dK and dV; odd becomes 1 if some that are kept are not finite.
+
+    Tiles are transposed, (N, M), as P^T and dS^T are needed.
+    """
     j = j0 + tl.arange(0, BLOCK_N)[:, None]
-    q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
-    s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT)
-    do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
-    dp = s
-    if NEED_DK:
-        dp = dot(v, tl.trans(do), None, UPCAST, PRECISION)  # (N, M)
-    alive = None
-    if rng is not None:
-        alive = tl.trans(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N))
-    p, _, ds, keep = grad_scores(
-        s, dp, i, j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, b, h, len_q, len_k, qk_scale, cap,
-        bias, bias_strides, slope, survivor_weight, m, low is not None, KEEP, UNIT, SOFTCAP, MASKED,
-    )  # fmt: skip
-    if CAREFUL:
-        do, found = cleaned(do, keep)
-        q, found_q = cleaned(q, keep)
-        odd = tl.maximum(odd, tl.maximum(found, found_q))
-    if NEED_DV:
-        dv = dot(p.to(do.dtype), do, dv, UPCAST, PRECISION)
-    if NEED_DK:
-        dk = dot(ds.to(q.dtype), q, dk, UPCAST, PRECISION)
+    for t in tl.range(t0, t1, num_stages=1 if CAREFUL else None):
+        i0 = visited(t, lists, where, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_M
+        i = i0 + tl.arange(0, BLOCK_M)[None, :]
+        q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
+        s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
+        row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
+        do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
+        dp = s
+        if NEED_DK:
+            dp = dot(v, tl.trans(do), None, UPCAST, PRECISION)  # (N, M)
+        alive = None
+        if rng is not None:
+            alive = tl.trans(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N))
+        inside = (tl.arange(0, BLOCK_M) < len_q - i0)[None, :]
+        keep = kept(b, h, i, j, inside, len_q, len_k, m, KEEP) if MASKED else None
+        p, _, ds, keep = grad_scores(
+            s, dp, i, j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k, qk_scale,
+            cap, bias, bias_strides, slope, survivor_weight, low is not None, UNIT, SOFTCAP,
+        )  # fmt: skip
+        if CAREFUL:
+            do, found = cleaned(do, keep)
+            q, found_q = cleaned(q, keep)
+            odd = tl.maximum(odd, tl.maximum(found, found_q))
+        if NEED_DV:
+            dv = dot(p.to(do.dtype), do, dv, UPCAST, PRECISION)
+        if NEED_DK:
+            dk = dot(ds.to(q.dtype), q, dk, UPCAST, PRECISION)
     return dk, dv, odd
 
 
@@ -192,7 +208,7 @@ def odd_queries(
 ):  # fmt: skip
     """(D,) and (Dv,): what queries and dO that are not finite among i0 .. i0 + BLOCK_M add to dK and dV of key j."""
     i = i0 + tl.arange(0, BLOCK_M)[None, :]
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
     q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
     do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     s = tl.sum(q.to(tl.float32) * load_row(k_base, j, len_k, ks, D, BLOCK_D), 1)[None, :]  # (1, M)
@@ -201,10 +217,11 @@ def odd_queries(
     if rng is not None:  # the word of key j among those of its group of four
         four = tl.trans(survives(rng, threshold, bh, i0, j // 4 * 4, BLOCK_M, 4))  # (4, M)
         alive = tl.max(tl.where(four & (tl.arange(0, 4) == j % 4)[:, None], 1, 0), 0)[None, :] > 0
+    at_j = j + tl.zeros([1, 1], tl.int32)
     p, _, ds, keep = grad_scores(
-        s, dp, i, j + tl.zeros([1, 1], tl.int32), row_lse[None, :], row_low[None, :], row_delta[None, :], alive, b, h,
-        len_q,
-        len_k, qk_scale, cap, bias, bias_strides, slope, survivor_weight, m, low is not None, KEEP, UNIT, SOFTCAP, True,
+        s, dp, i, at_j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive,
+        kept(b, h, i, at_j, i < len_q, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
+        survivor_weight, low is not None, UNIT, SOFTCAP,
     )  # fmt: skip
     return odd_sum(ds, keep, q), odd_sum(p, keep, do)
 
@@ -212,9 +229,8 @@ def odd_queries(
 @triton.jit
 def add_odd_heads(
     j, k_base, v_base, q, do, qs, ks, vs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0, len_q, len_k,
-    heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight,
-    lists, list_strides, m,
-    KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight, lists,
+    list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -237,10 +253,8 @@ def add_odd_heads(
             i0 = visited16(t, lists, where, n_full, full, first, BLOCK_M)
             more_k, more_v = odd_queries(
                 j, k_base, v_base, q_base, do_base, qs, ks, vs, dos, lse, low, delta, at, b, h, b * heads + h, i0,
-                len_q,
-                len_k, qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV,
-                16,
-                BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE,
+                len_q, len_k, qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP,
+                D, DV, 16, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE,
             )  # fmt: skip
             dk += more_k
             dv += more_v
@@ -248,19 +262,25 @@ def add_odd_heads(
 
 
 @triton.jit
-def add_heads(
-    k, v, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0, len_q, len_k,
-    heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight,
-    lists, list_strides, m, dk, dv,
-    KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
-    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+def dkdv_tile(
+    tile, kv_head, b, q, k, v, do, lse, low, delta, dk, dv, qs, ks, vs, dos, dks, dvs, stats, first_q, first_k, len_q,
+    len_k, heads, group, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
+    survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
+    SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys, in fp32: the sum over the query heads that share it and their query tiles.
+    """dK (N, D) and dV (N, Dv) of one tile of keys: the sum over the query heads that share it and their query tiles.
 
-    CAREFUL: without what is not finite; odd becomes 1 if some of that is kept.
+    Returns whether one came out not finite.
     """
+    NEED_DK: tl.constexpr = dk is not None
+    NEED_DV: tl.constexpr = dv is not None
+    j0 = tile * BLOCK_N
+    k_base, v_base = head_base(k, ks, b, kv_head, first_k), head_base(v, vs, b, kv_head, first_k)
+    k_tile = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
+    v_tile = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
+    acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     odd = 0
     for g in range(0, group):
         h = kv_head * group + g
@@ -276,104 +296,76 @@ def add_heads(
             b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
         )
         if not CAREFUL:
-            for t in range(0, n_full):
-                i0 = visited(t, lists, where, n_full, full, first) * BLOCK_M
-                dk, dv, odd = add_rows(
-                    dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k,
-                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV,
-                    BLOCK_M,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK, NEED_DV,
+            acc_k, acc_v, odd = add_rows(
+                acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
+                0, n_full, lists, where, n_full, full, first, len_q, len_k,
+                qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
+                BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK, NEED_DV,
+            )  # fmt: skip
+        acc_k, acc_v, odd = add_rows(
+            acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
+            0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k,
+            qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
+            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL, NEED_DK, NEED_DV,
+        )  # fmt: skip
+    found = 0
+    if not CAREFUL and (KEEP is not None or bias is not None):
+        inside = j0 + tl.arange(0, BLOCK_N) < len_k
+        found = tl.maximum(any_odd(acc_k, inside), any_odd(acc_v, inside))
+    if NEED_DK:
+        dk = head_base(dk, dks, b, kv_head, first_k)
+        store_tile(dk, j0, len_k, dks, scaled(acc_k, scale), BLOCK_N, D, BLOCK_D, WIDE)
+    if NEED_DV:
+        dv = head_base(dv, dvs, b, kv_head, first_k)
+        store_tile(dv, j0, len_k, dvs, acc_v * survivor_weight, BLOCK_N, DV, BLOCK_DV, WIDE)
+    if CAREFUL:  # noqa: SIM102 - the outer one is decided when compiling
+        if odd > 0:
+            tl.debug_barrier()  # the rows are stored
+            for row in tl.range(0, tl.minimum(BLOCK_N, len_k - j0), num_stages=1):
+                more_k, more_v = add_odd_heads(
+                    j0 + row, k_base, v_base, q, do, qs, ks, vs, dos, lse, low, delta, stats, first_q, b, kv_head, tile,
+                    j0, len_q, len_k, heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng,
+                    threshold, survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D,
+                    BLOCK_DV, UNIT, SOFTCAP, WIDE,
                 )  # fmt: skip
-            for t in range(n_full, n_all):
-                i0 = visited(t, lists, where, n_full, full, first) * BLOCK_M
-                dk, dv, odd = add_rows(
-                    dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k,
-                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV,
-                    BLOCK_M,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, False, NEED_DK, NEED_DV,
-                )  # fmt: skip
-        else:
-            for t in tl.range(0, n_all, num_stages=1):
-                i0 = visited(t, lists, where, n_full, full, first) * BLOCK_M
-                dk, dv, odd = add_rows(
-                    dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, i0, j0, len_q, len_k,
-                    qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV,
-                    BLOCK_M,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, True, NEED_DK, NEED_DV,
-                )  # fmt: skip
-    return dk, dv, odd
+                if NEED_DK:
+                    add_to_row(dk, j0 + row, dks, scaled(more_k, scale), D, BLOCK_D)
+                if NEED_DV:
+                    add_to_row(dv, j0 + row, dvs, more_v, DV, BLOCK_DV)
+    return found
 
 
 @triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
 def dkdv_kernel(
     q, k, v, do, lse, low, delta, dk, dv, qs, ks, vs, dos, dks, dvs, stats, cu_q, cu_k, len_q, len_k, tiles, heads,
-    group,
-    pairs, section, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold, survivor_weight,
-    lists, list_strides, m,
-    KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    group, pairs, section, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
+    survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
+    SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK (N, D) and dV (N, Dv) of one tile of keys. One program a (key tile, key/value head, batch entry)."""
+    """One program a (key tile, key/value head, batch entry)."""
     tile, kv_head, b = unflatten(tl.program_id(0), tiles, heads // group, pairs, section, False)
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
-    j0 = tile * BLOCK_N
-    if j0 >= len_k:
+    if tile * BLOCK_N >= len_k:
         return
-    k_base, v_base = head_base(k, ks, b, kv_head, first_k), head_base(v, vs, b, kv_head, first_k)
-    k_tile = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
-    v_tile = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
-    acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    acc_k, acc_v, odd = add_heads(
-        k_tile, v_tile, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0,
-        len_q, len_k, heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
-        survivor_weight, lists, list_strides, m, acc_k, acc_v, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-        UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, dk is not None, dv is not None,
+    found = dkdv_tile(
+        tile, kv_head, b, q, k, v, do, lse, low, delta, dk, dv, qs, ks, vs, dos, dks, dvs, stats, first_q, first_k,
+        len_q, len_k, heads, group, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
+        survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT,
+        SOFTCAP, WIDE, UPCAST, PRECISION, False,
     )  # fmt: skip
-    if KEEP is not None or bias is not None:
-        inside = j0 + tl.arange(0, BLOCK_N) < len_k
-        if any_odd(acc_k, inside) | any_odd(acc_v, inside):
-            # One after the other, which takes fewer registers: they are those of the whole kernel.
-            zero_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-            zero_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-            _, acc_v, odd = add_heads(
-                k_tile, v_tile, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0,
-                len_q, len_k, heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
-                survivor_weight, lists, list_strides, m, zero_k, zero_v, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV,
-                UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, False, dv is not None,
-            )  # fmt: skip
-            acc_k, _, odd_k = add_heads(
-                k_tile, v_tile, q, do, qs, dos, lse, low, delta, stats, first_q, b, kv_head, tile, j0,
-                len_q, len_k, heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
-                survivor_weight, lists, list_strides, m, zero_k, zero_v, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV,
-                UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, dk is not None, False,
-            )  # fmt: skip
-            odd = tl.maximum(odd, odd_k)
-    if dk is not None:
-        dk = head_base(dk, dks, b, kv_head, first_k)
-        store_tile(dk, j0, len_k, dks, scaled(acc_k, scale), BLOCK_N, D, BLOCK_D, WIDE)
-    if dv is not None:
-        dv = head_base(dv, dvs, b, kv_head, first_k)
-        store_tile(dv, j0, len_k, dvs, acc_v * survivor_weight, BLOCK_N, DV, BLOCK_DV, WIDE)
     if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
-        if odd > 0:
-            tl.debug_barrier()  # the rows are stored
-            for row in tl.range(0, tl.minimum(BLOCK_N, len_k - j0), num_stages=1):
-                more_k, more_v = add_odd_heads(
-                    j0 + row, k_base, v_base, q, do, qs, ks, vs, dos, lse, low, delta, stats, first_q, b, kv_head,
-                    tile, j0,
-                    len_q, len_k, heads, group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
-                    survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                    UNIT, SOFTCAP, WIDE,
-                )  # fmt: skip
-                if dk is not None:
-                    add_to_row(dk, j0 + row, dks, scaled(more_k, scale), D, BLOCK_D)
-                if dv is not None:
-                    add_to_row(dv, j0 + row, dvs, more_v, DV, BLOCK_DV)
+        if found > 0:
+            tl.debug_barrier()  # what is stored is stored again
+            zero = hidden_zero(found)
+            dkdv_tile(
+                tile + zero, kv_head + zero, b + zero, q, k, v, do, lse, low, delta, dk, dv, apart(qs, zero),
+                apart(ks, zero), apart(vs, zero), apart(dos, zero), apart(dks, zero), apart(dvs, zero), stats,
+                first_q, first_k, len_q, len_k, heads, group, scale, qk_scale, cap, bias, bias_strides, alibi,
+                alibi_strides, rng, threshold, survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M,
+                BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+            )  # fmt: skip
 
 
 # --- dQ -------------------------------------------------------------------------------------------
@@ -381,39 +373,41 @@ def dkdv_kernel(
 
 @triton.jit
 def add_cols(
-    dq, dalibi, odd, q, do, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0, len_q, len_k,
-    qk_scale, cap,
-    bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
-    has_low: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
-    NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr,
+    dq, dalibi, odd, q, do, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, t0, t1, lists, where,
+    n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold,
+    survivor_weight, m, has_low: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
+    SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr,
 ):  # fmt: skip
-    """What keys j0 .. j0 + BLOCK_N add to dQ and to the gradient of the slope; and their tile of dbias."""
+    """What the keys of tiles t0 .. t1 add to dQ and to the gradient of the slope; and their tiles of dbias."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
-    j = j0 + tl.arange(0, BLOCK_N)[None, :]
-    k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
-    v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
-    s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
-    dp = dot(do, tl.trans(v), None, UPCAST, PRECISION)  # (M, N)
-    alive = None
-    if rng is not None:
-        alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
-    _, ds_bias, ds, keep = grad_scores(
-        s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, b, h, len_q, len_k, qk_scale, cap,
-        bias, bias_strides, slope, survivor_weight, m, has_low, KEEP, UNIT, SOFTCAP, MASKED,
-    )  # fmt: skip
-    if dbias is not None:
-        at = i.to(tl.int64) * dbias_strides[2] + j.to(tl.int64) * dbias_strides[3]
-        tl.store(dbias + at, ds_bias.to(dbias.dtype.element_ty), mask=(i < len_q) & (j < len_k))
-    if NEED_DALIBI:
-        far = tl.abs(i + (len_k - len_q) - j).to(tl.float32)
-        dalibi -= tl.sum(ds_bias * far, 1)
-    if NEED_DQ:
-        if CAREFUL:
-            k, found = cleaned(k, keep)
-            odd = tl.maximum(odd, found)
-        dq = dot(ds.to(k.dtype), k, dq, UPCAST, PRECISION)
+    for t in tl.range(t0, t1, num_stages=1 if CAREFUL else None):
+        j0 = visited(t, lists, where, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_N
+        j = j0 + tl.arange(0, BLOCK_N)[None, :]
+        k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
+        v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
+        s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
+        dp = dot(do, tl.trans(v), None, UPCAST, PRECISION)  # (M, N)
+        alive = None
+        if rng is not None:
+            alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
+        keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP) if MASKED else None
+        _, ds_bias, ds, keep = grad_scores(
+            s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k, qk_scale,
+            cap, bias, bias_strides, slope, survivor_weight, has_low, UNIT, SOFTCAP,
+        )  # fmt: skip
+        if dbias is not None:
+            at = i.to(tl.int64) * dbias_strides[2] + j.to(tl.int64) * dbias_strides[3]
+            tl.store(dbias + at, ds_bias.to(dbias.dtype.element_ty), mask=(i < len_q) & (j < len_k))
+        if NEED_DALIBI:
+            far = tl.abs(i + (len_k - len_q) - j).to(tl.float32)
+            dalibi -= tl.sum(ds_bias * far, 1)
+        if NEED_DQ:
+            if CAREFUL:
+                k, found = cleaned(k, keep)
+                odd = tl.maximum(odd, found)
+            dq = dot(ds.to(k.dtype), k, dq, UPCAST, PRECISION)
     return dq, dalibi, odd
 
 
@@ -433,29 +427,25 @@ def odd_keys(
     alive = None
     if rng is not None:
         alive = survives(rng, threshold, bh, i, j0, 1, BLOCK_N)
+    at_i = i + tl.zeros([1, 1], tl.int32)
     _, _, ds, keep = grad_scores(
-        s, dp, i + tl.zeros([1, 1], tl.int32), j, row_lse, row_low, row_delta, alive, b, h, len_q, len_k, qk_scale, cap,
-        bias, bias_strides, slope, survivor_weight, m, has_low, KEEP, UNIT, SOFTCAP, True,
+        s, dp, at_i, j, row_lse, row_low, row_delta, alive, kept(b, h, at_i, j, j < len_k, len_q, len_k, m, KEEP),
+        len_q, len_k, qk_scale, cap, bias, bias_strides, slope, survivor_weight, has_low, UNIT, SOFTCAP,
     )  # fmt: skip
     return odd_sum(ds, keep, k)
 
 
-@triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
-def dq_kernel(
-    q, k, v, do, lse, low, delta, dq, qs, ks, vs, dos, dqs, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group, pairs,
-    section, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi,
-    rng, threshold, survivor_weight, lists, list_strides, m,
-    KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
-    REVERSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def dq_tile(
+    tile, h, b, q, k, v, do, lse, low, delta, dq, qs, ks, vs, dos, dqs, stats, first_q, first_k, len_q, len_k, tiles,
+    heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi, rng,
+    threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """dQ (M, D) of one tile of queries; dalibi (b, h, tile). One program a (query tile, query head, batch entry)."""
-    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE)
-    first_q, len_q = sequence(b, cu_q, len_q)
-    first_k, len_k = sequence(b, cu_k, len_k)
+    """dQ (M, D) of one tile of queries; dalibi (b, h, tile). Returns 1 if dQ came out not finite."""
     i0 = tile * BLOCK_M
-    if i0 >= len_q:
-        return
     bh = b * heads + h
     k_base, v_base = head_base(k, ks, b, h // group, first_k), head_base(v, vs, b, h // group, first_k)
     slope = None
@@ -472,49 +462,34 @@ def dq_kernel(
     q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
     do_tile = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     da = tl.zeros([BLOCK_M], tl.float32)
     odd = 0
-    for t in range(0, n_full):
-        j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
+    if not CAREFUL:
         acc, da, odd = add_cols(
-            acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0,
-            len_q, len_k,
-            qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
-            low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
-            False, False, dq is not None, dalibi is not None,
+            acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
+            0, n_full, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, dbias,
+            dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N,
+            BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, dq is not None, dalibi is not None,
         )  # fmt: skip
-    for t in range(n_full, n_all):
-        j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
-        acc, da, odd = add_cols(
-            acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, j0,
-            len_q, len_k,
-            qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m,
-            low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
-            True, False, dq is not None, dalibi is not None,
-        )  # fmt: skip
+    acc, da, odd = add_cols(
+        acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
+        0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias,
+        bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL, dq is not None,
+        dalibi is not None,
+    )  # fmt: skip
     inside = i0 + tl.arange(0, BLOCK_M) < len_q
-    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
-        if any_odd(acc, inside):
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            da = tl.zeros([BLOCK_M], tl.float32)
-            for t in tl.range(0, n_all, num_stages=1):
-                j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
-                acc, da, odd = add_cols(
-                    acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
-                    j0, len_q,
-                    len_k, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold,
-                    survivor_weight,
-                    m, low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST,
-                    PRECISION, True, True, dq is not None, dalibi is not None,
-                )  # fmt: skip
+    found = 0
+    if not CAREFUL and (KEEP is not None or bias is not None):
+        found = any_odd(acc, inside)
     if dq is not None:
         dq = head_base(dq, dqs, b, h, first_q)
         store_tile(dq, i0, len_q, dqs, scaled(acc, scale), BLOCK_M, D, BLOCK_D, WIDE)
     if dalibi is not None:
         tl.store(dalibi + offset64(bh, tiles) + tile, tl.sum(tl.where(inside, da, 0.0), 0))
-    if dq is not None and (KEEP is not None or bias is not None):  # noqa: SIM102 - the outer one is decided when compiling
+    if CAREFUL and dq is not None:  # noqa: SIM102 - the outer one is decided when compiling
         if odd > 0:
             tl.debug_barrier()  # the rows are stored
             rows = tl.arange(0, BLOCK_M)
@@ -529,6 +504,41 @@ def dq_kernel(
                         BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE,
                     )  # fmt: skip
                 add_to_row(dq, i0 + row, dqs, scaled(extra, scale), D, BLOCK_D)
+    return found
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
+def dq_kernel(
+    q, k, v, do, lse, low, delta, dq, qs, ks, vs, dos, dqs, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group, pairs,
+    section, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi, rng,
+    threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program a (query tile, query head, batch entry)."""
+    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE)
+    first_q, len_q = sequence(b, cu_q, len_q)
+    first_k, len_k = sequence(b, cu_k, len_k)
+    if tile * BLOCK_M >= len_q:
+        return
+    found = dq_tile(
+        tile, h, b, q, k, v, do, lse, low, delta, dq, qs, ks, vs, dos, dqs, stats, first_q, first_k, len_q, len_k,
+        tiles, heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides,
+        dalibi, rng, threshold, survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D,
+        BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
+    )  # fmt: skip
+    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
+        if found > 0:
+            tl.debug_barrier()  # what is stored is stored again
+            zero = hidden_zero(found)
+            dq_tile(
+                tile + zero, h + zero, b + zero, q, k, v, do, lse, low, delta, dq, apart(qs, zero), apart(ks, zero),
+                apart(vs, zero), apart(dos, zero), apart(dqs, zero), stats, first_q, first_k, len_q, len_k, tiles,
+                heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides,
+                dalibi, rng, threshold, survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+            )  # fmt: skip
 
 
 # --- the gradient of a broadcast bias --------------------------------------------------------------
@@ -557,25 +567,24 @@ def dbias_kernel(
         bh = b * heads + h
         first_q, len_q = sequence(b, cu_q, max_q)
         first_k, len_k = sequence(b, cu_k, max_k)
-        keep = kept(b, h, i, j, len_q, len_k, m, KEEP)
+        keep = kept(b, h, i, j, (i < len_q) & (j < len_k), len_q, len_k, m, KEEP)
         if tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
             q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
-            do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
             k_tile = load_tile(head_base(k, ks, b, h // group, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
+            s = dot(q_tile, tl.trans(k_tile), None, UPCAST, PRECISION)
+            do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
             v_base = head_base(v, vs, b, h // group, first_k)
             v_tile = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
-            at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT)
-            s = dot(q_tile, tl.trans(k_tile), None, UPCAST, PRECISION)
             dp = dot(do_tile, tl.trans(v_tile), None, UPCAST, PRECISION)
+            at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
+            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
             alive = None
             if rng is not None:
                 alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
             base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
             _, ds, _, _ = grad_scores(
-                s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, b, h, len_q, len_k,
-                qk_scale,
-                cap, base, bias_strides, None, survivor_weight, m, low is not None, KEEP, UNIT, SOFTCAP, True,
+                s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
+                qk_scale, cap, base, bias_strides, None, survivor_weight, low is not None, UNIT, SOFTCAP,
             )  # fmt: skip
             acc += ds
     if SUM_ROWS and SUM_COLS:

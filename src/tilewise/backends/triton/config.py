@@ -2,7 +2,8 @@
 
 What limits a configuration is the shared memory of an SM (tiles of all stages) and the 64k registers of its threads
 (accumulators, and the tile of scores in fp32). ``tests/test_triton_aot.py`` compiles every configuration that
-``choose`` can return for sm_80, sm_90 and gfx942 and demands that nothing spills.
+``choose`` can return for sm_80, sm_90 and gfx942. It demands that they fit and that no loop over tiles spills, but for
+the careful path (see ``primitives``) and one row of a table below, which says so.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ def generation(device: torch.device) -> str:
     return SM90 if (major, minor) == (9, 0) else SM80
 
 
+@lru_cache
+def has_tf32(device: torch.device) -> bool:
+    """Whether Triton multiplies in TF32 there: on NVIDIA from sm_80, on AMD from CDNA 3."""
+    if interpreting() or torch.version.hip is None:
+        return True
+    return torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942")
+
+
 @dataclass(frozen=True)
 class Row:
     """The configurations for head dims up to ``most``: without a mask, with one, and with more than that."""
@@ -65,8 +74,8 @@ def row(most: int, plain: Config, masked: Config | None = None, extra: Config | 
     return Row(most, plain, masked, extra or masked)
 
 
-# A kernel with a mask carries the careful products beside the fast ones (see ``primitives``), and ptxas gives a kernel
-# one set of registers: a tile that just fits without a mask spills with one, so masked tiles are smaller.
+# A kernel with a mask carries the careful products beside the fast ones, and ptxas gives a kernel one set of registers:
+# a tile that just fits without a mask may spill with one. One with extras has the least left for its tile.
 
 # NVIDIA, Hopper, 16 bits. wgmma takes 64 rows a warp group: two groups share 128 rows, so that a 128 x 128 tile of
 # scores is 64 registers a thread. The stages are what fits 227 KB.
@@ -80,16 +89,17 @@ _SM90: dict[str, tuple[Row, ...]] = {
     ),
     # K and V stay, dK and dV are the accumulators: many keys, as traffic on q and dO falls with their number. Few
     # queries, so that three stages fit: worth 20 % of the whole backward at D = 64, 9 % at D = 128.
+    # 128 keys spill beside a mask. 64 have at D = 64 the products a byte of q and dO that they have at D = 128.
     DKDV: (
-        row(64, Config(32, 128, 4, 3), Config(32, 128, 4, 3), Config(32, 128, 8, 2)),
-        row(128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(32, 64, 8, 2)),
-        row(256, Config(32, 32, 8, 2), Config(32, 32, 8, 2), Config(16, 32, 8, 2)),
+        row(64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(32, 64, 8, 2)),
+        row(128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 3)),
+        row(256, Config(32, 64, 8, 2), Config(32, 64, 8, 2), Config(16, 32, 8, 2)),  # 64 keys spill: mma.sync
         row(512, Config(16, 16, 8, 1)),
     ),
     DQ: (
         row(64, Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2)),
         row(128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2)),
-        row(256, Config(64, 32, 8, 2)),
+        row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2)),
         row(512, Config(32, 16, 8, 1)),
     ),
     DBIAS: (row(128, Config(64, 64, 8, 1)), row(256, Config(64, 32, 8, 1)), row(512, Config(32, 16, 8, 1))),
@@ -97,7 +107,7 @@ _SM90: dict[str, tuple[Row, ...]] = {
 # NVIDIA, Ampere and all others, 16 bits: mma.sync, 163 KB (99 KB on consumer cards, which D <= 128 fits).
 _SM80: dict[str, tuple[Row, ...]] = {
     FORWARD: (
-        row(64, Config(128, 64, 4, 3), Config(128, 64, 8, 3)),
+        row(64, Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(128, 32, 8, 3)),
         row(128, Config(128, 32, 8, 3)),
         row(256, Config(64, 32, 8, 2)),
         row(512, Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
@@ -124,7 +134,7 @@ _SM80: dict[str, tuple[Row, ...]] = {
 # AMD, CDNA 3, 16 bits: 64 KB of LDS, so no second stage of wide tiles.
 _AMD: dict[str, tuple[Row, ...]] = {
     FORWARD: (
-        row(128, Config(128, 64, 4, 1)),
+        row(128, Config(128, 64, 4, 1), Config(128, 64, 4, 1), Config(128, 32, 4, 1)),
         row(256, Config(64, 32, 4, 1)),
         row(512, Config(32, 16, 4, 1)),
     ),
@@ -132,19 +142,33 @@ _AMD: dict[str, tuple[Row, ...]] = {
     DQ: (row(128, Config(64, 32, 4, 1)), row(256, Config(32, 16, 4, 1)), row(512, Config(16, 16, 4, 1))),
     DBIAS: (row(128, Config(32, 32, 4, 1)), row(256, Config(32, 16, 4, 1)), row(512, Config(16, 16, 4, 1))),
 }
-# fp32 is multiplied in IEEE precision, without tensor cores: small tiles, as every operand passes through registers.
+# fp32 is multiplied in IEEE precision, without tensor cores on NVIDIA: small tiles, as every operand passes through
+# registers. In TF32 they are small for tensor cores, but fit.
 _FP32: dict[str, tuple[Row, ...]] = {
     FORWARD: (
-        row(64, Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
-        row(128, Config(32, 32, 4, 1), Config(32, 16, 4, 1)),
-        row(256, Config(32, 16, 8, 1), Config(16, 16, 8, 1)),
+        row(64, Config(64, 32, 8, 1)),
+        row(128, Config(32, 32, 8, 1)),
+        row(256, Config(32, 16, 8, 1)),
         row(512, Config(16, 16, 8, 1)),
     ),
     DKDV: (row(64, Config(32, 32, 4, 1)), row(128, Config(32, 32, 8, 1)), row(512, Config(16, 16, 8, 1))),
     DQ: (row(64, Config(32, 32, 4, 1)), row(128, Config(32, 32, 8, 1)), row(512, Config(16, 16, 8, 1))),
-    DBIAS: (row(64, Config(32, 32, 4, 1)), row(128, Config(32, 32, 8, 1)), row(512, Config(16, 16, 8, 1))),
+    DBIAS: (row(64, Config(32, 32, 4, 1)), row(128, Config(32, 32, 8, 1)), row(512, Config(16, 16, 16, 1))),
+}
+_AMD_FP32: dict[str, tuple[Row, ...]] = {  # a warp is 64 threads
+    FORWARD: (row(128, Config(32, 32, 4, 1)), row(256, Config(32, 16, 4, 1)), row(512, Config(16, 16, 4, 1))),
+    # These two spill at D = 512: 16 rows of q, k, v and dO are 128 registers each.
+    DKDV: (row(128, Config(32, 32, 4, 1)), row(512, Config(16, 16, 4, 1))),
+    DQ: (row(128, Config(32, 32, 4, 1)), row(512, Config(16, 16, 4, 1))),
+    DBIAS: (row(128, Config(32, 32, 4, 1)), row(512, Config(16, 16, 4, 1))),
 }
 _DELTA = (row(128, Config(64, 64, 4, 1)), row(512, Config(16, 16, 4, 1)))  # bound by memory: a few rows a warp
+
+
+def tables(half: bool, gpu: str) -> dict[str, tuple[Row, ...]]:
+    """The rows of each direction, for 16 bits or fp32."""
+    halves, fp32 = {SM90: (_SM90, _FP32), SM80: (_SM80, _FP32), AMD: (_AMD, _AMD_FP32)}[gpu]
+    return {DELTA: _DELTA, **(halves if half else fp32)}
 
 
 @lru_cache
@@ -156,9 +180,7 @@ def choose(direction: str, d: int, dv: int, half: bool, masked: bool, extra: boo
     """
     if gpu == INTERPRETER:
         return _interpreted
-    tables = _FP32 if not half else {SM90: _SM90, SM80: _SM80, AMD: _AMD}[gpu]
-    rows = _DELTA if direction == DELTA else tables[direction]
-    found = next(r for r in rows if max(d, dv) <= r.most)
+    found = next(r for r in tables(half, gpu)[direction] if max(d, dv) <= r.most)
     return found.extra if extra else found.masked if masked else found.plain
 
 

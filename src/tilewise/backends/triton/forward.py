@@ -22,11 +22,13 @@ from .primitives import (
     NATURAL,
     add_to_row,
     any_odd,
+    apart,
     cleaned,
     dot,
     exp_scores,
     exp_unit,
     head_base,
+    hidden_zero,
     kept,
     load_row,
     load_tile,
@@ -46,49 +48,51 @@ from .primitives import (
 
 @triton.jit
 def fold(
-    m_i, l_i, acc, odd, q, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
-    bias, bias_strides, slope, rng, threshold, m,
+    m_i, l_i, acc, odd, q, k_base, v_base, ks, vs, b, h, bh, i0, t0, t1, lists, where, n_full, full, first,
+    len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m,
     KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """``state.fold`` of keys j0 .. j0 + BLOCK_N: (m, l, acc); odd is 1 once a value that is kept is not finite."""
+    """``state.fold`` of the keys of tiles t0 .. t1: (m, l, acc); odd is 1 once a value that is kept is not finite."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
-    j = j0 + tl.arange(0, BLOCK_N)[None, :]
-    k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
-    s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
-    s, _ = scores(s, i, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
-    if MASKED:
-        keep = kept(b, h, i, j, len_q, len_k, m, KEEP)
-        s = tl.where(keep, s, -INF)
+    for t in tl.range(t0, t1, num_stages=1 if CAREFUL else None):
+        j0 = visited(t, lists, where, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_N
+        j = j0 + tl.arange(0, BLOCK_N)[None, :]
+        k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
+        s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
+        s, _ = scores(s, i, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
+        if MASKED:
+            keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP)
+            s = tl.where(keep, s, -INF)
 
-    top = tl.max(s, 1)
-    if UNIT == FOLDED:
-        top = top * qk_scale
-    m_new = tl.maximum(m_i, top)
-    base = tl.where(m_new == -INF, 0.0, m_new)  # finite pivot: a row without keys would give -inf - (-inf)
-    alpha = exp_unit(m_i - base, UNIT)
-    p = exp_scores(s, base[:, None], qk_scale, UNIT)
-    l_i = l_i * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None]
-    if rng is not None:  # the denominator is that of all keys
-        p = tl.where(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N), p, 0.0)
-    v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
-    if CAREFUL:
-        if bias is not None:
-            keep = keep & (s != -INF)
-        v, found = cleaned(v, keep)
-        odd = tl.maximum(odd, found)
-    acc = dot(p.to(v.dtype), v, acc, UPCAST, PRECISION)
-    return m_new, l_i, acc, odd
+        top = tl.max(s, 1)
+        if UNIT == FOLDED:
+            top = top * qk_scale
+        m_new = tl.maximum(m_i, top)
+        base = tl.where(m_new == -INF, 0.0, m_new)  # finite pivot: a row without keys would give -inf - (-inf)
+        alpha = exp_unit(m_i - base, UNIT)
+        p = exp_scores(s, base[:, None], qk_scale, UNIT)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if rng is not None:  # the denominator is that of all keys
+            p = tl.where(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N), p, 0.0)
+        v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
+        if CAREFUL:
+            if bias is not None:
+                keep = keep & (s != -INF)
+            v, found = cleaned(v, keep)
+            odd = tl.maximum(odd, found)
+        acc = dot(p.to(v.dtype), v, acc, UPCAST, PRECISION)
+        m_i = m_new
+    return m_i, l_i, acc, odd
 
 
 @triton.jit
 def odd_values(
-    i, base, q_base, k_base, v_base, qs, ks, vs, b, h, bh, j0, len_q, len_k, qk_scale, cap,
-    bias, bias_strides, slope, rng, threshold, m,
-    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    i, base, q_base, k_base, v_base, qs, ks, vs, b, h, bh, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
+    rng, threshold, m, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """(Dv,): what values that are not finite among keys j0 .. j0 + BLOCK_N add to row i; base is the row's maximum."""
     j = j0 + tl.arange(0, BLOCK_N)[None, :]
@@ -96,7 +100,7 @@ def odd_values(
     s = tl.sum(k.to(tl.float32) * load_row(q_base, i, len_q, qs, D, BLOCK_D), 1)[None, :]  # (1, N)
     at = i + tl.zeros([1, 1], tl.int32)
     s, _ = scores(s, at, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
-    keep = kept(b, h, at, j, len_q, len_k, m, KEEP)
+    keep = kept(b, h, at, j, j < len_k, len_q, len_k, m, KEEP)
     if bias is not None:
         keep = keep & (s != -INF)
     p = tl.where(keep, exp_scores(s, base, qk_scale, UNIT), 0.0)
@@ -106,23 +110,16 @@ def odd_values(
     return odd_sum(p, keep, v)
 
 
-@triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
-def forward_kernel(
-    q, k, v, o, lse, low, top, qs, ks, vs, os, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group, pairs, section,
-    qk_scale, cap, bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight,
-    lists, list_strides, m,
-    KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+@triton.jit
+def forward_tile(
+    tile, h, b, q, k, v, o, lse, low, top, qs, ks, vs, os, stats, first_q, first_k, len_q, len_k, heads, group,
+    qk_scale, cap, bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight, lists,
+    list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """o (M, Dv) and the statistics of one tile of queries."""
-    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE)
-    first_q, len_q = sequence(b, cu_q, len_q)
-    first_k, len_k = sequence(b, cu_k, len_k)
+    """o (M, Dv) and the statistics of one tile of queries. Returns 1 if what it multiplied came out not finite."""
     i0 = tile * BLOCK_M
-    if i0 >= len_q:
-        return
     bh = b * heads + h
     q_base = head_base(q, qs, b, h, first_q)
     k_base = head_base(k, ks, b, h // group, first_k)
@@ -143,34 +140,22 @@ def forward_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     odd = 0
-    for t in range(0, n_full):
-        j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
+    if not CAREFUL:
         m_i, l_i, acc, odd = fold(
-            m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
-            bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False,
+            m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, 0, n_full, lists, where, n_full, full,
+            first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M,
+            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False,
         )  # fmt: skip
-    for t in range(n_full, n_all):
-        j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
-        m_i, l_i, acc, odd = fold(
-            m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
-            bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, False,
-        )  # fmt: skip
+    m_i, l_i, acc, odd = fold(
+        m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, 0 if CAREFUL else n_full, n_all, lists,
+        where, n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D,
+        DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL,
+    )  # fmt: skip
     rows = i0 + tl.arange(0, BLOCK_M)
     inside = rows < len_q
-    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
-        if any_odd(acc, inside):
-            m_i = tl.full([BLOCK_M], -INF, tl.float32)
-            l_i = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            for t in tl.range(0, n_all, num_stages=1):
-                j0 = visited(t, lists, where, n_full, full, first) * BLOCK_N
-                m_i, l_i, acc, odd = fold(
-                    m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, j0, len_q, len_k, qk_scale, cap,
-                    bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                    UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, True,
-                )  # fmt: skip
+    found = 0
+    if not CAREFUL and (KEEP is not None or bias is not None):
+        found = any_odd(acc, inside)
 
     top_m = m_i
     to_natural = 1.0 if UNIT == NATURAL else LN2
@@ -198,7 +183,7 @@ def forward_kernel(
     out = tl.where(none[:, None], 0.0, acc * weight[:, None])
     o_base = head_base(o, os, b, h, first_q)
     store_tile(o_base, i0, len_q, os, out, BLOCK_M, DV, BLOCK_DV, WIDE)
-    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
+    if CAREFUL:  # noqa: SIM102 - the outer one is decided when compiling
         if odd > 0:
             tl.debug_barrier()  # the rows are stored
             for row in tl.range(0, tl.minimum(BLOCK_M, len_q - i0), num_stages=1):
@@ -206,13 +191,45 @@ def forward_kernel(
                 for t in tl.range(0, n_all * (BLOCK_N // 16), num_stages=1):
                     j0 = visited16(t, lists, where, n_full, full, first, BLOCK_N)
                     extra += odd_values(
-                        i0 + row, pick(tl.where(top_m == -INF, 0.0, top_m), rows, i0 + row), q_base, k_base, v_base,
-                        qs, ks, vs,
-                        b, h, bh, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP,
-                        D, DV,
-                        16, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE,
+                        i0 + row, pick(tl.where(top_m == -INF, 0.0, top_m), rows, i0 + row), q_base, k_base, v_base, qs,
+                        ks, vs, b, h, bh, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m,
+                        KEEP, D, DV, 16, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE,
                     )  # fmt: skip
                 add_to_row(o_base, i0 + row, os, extra, DV, BLOCK_DV)
+    return found
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
+def forward_kernel(
+    q, k, v, o, lse, low, top, qs, ks, vs, os, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group, pairs, section,
+    qk_scale, cap, bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight, lists,
+    list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    REVERSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program a (query tile, query head, batch entry)."""
+    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE)
+    first_q, len_q = sequence(b, cu_q, len_q)
+    first_k, len_k = sequence(b, cu_k, len_k)
+    if tile * BLOCK_M >= len_q:
+        return
+    found = forward_tile(
+        tile, h, b, q, k, v, o, lse, low, top, qs, ks, vs, os, stats, first_q, first_k, len_q, len_k, heads, group,
+        qk_scale, cap, bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight,
+        lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
+    )  # fmt: skip
+    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
+        if found > 0:
+            tl.debug_barrier()  # what is stored is stored again
+            zero = hidden_zero(found)
+            forward_tile(
+                tile + zero, h + zero, b + zero, q, k, v, o, lse, low, top, apart(qs, zero), apart(ks, zero),
+                apart(vs, zero), apart(os, zero), stats, first_q, first_k, len_q, len_k, heads, group, qk_scale, cap,
+                bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight, lists, list_strides,
+                m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
+                True,
+            )  # fmt: skip
 
 
 def forward(r: Request) -> Output:
@@ -234,14 +251,12 @@ def forward(r: Request) -> Output:
     with on_device(r):
         lists, list_strides = p.lists(cfg)
         forward_kernel[(tiles * pairs,)](
-            r.q, r.k, r.v, o.out, o.lse, o.lse_low, o.max_logits,
-            p.strides(r.q), p.strides(r.k), p.strides(r.v), p.strides(o.out), p.stat_strides(o.lse),
-            p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs, min(p.section(), pairs),
-            p.qk_scale, p.cap, *p.bias_args(), *p.alibi_args(), r.sinks, *p.dropout_args(),
-            lists, list_strides, p.mask_args,
-            KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim, DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n,
-            BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit, SOFTCAP=r.softcap is not None,
-            REVERSE=p.mask.longest_first, WIDE=p.wide(r.q, r.k, r.v, o.out), UPCAST=p.upcast, PRECISION="ieee",
-            num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            r.q, r.k, r.v, o.out, o.lse, o.lse_low, o.max_logits, p.strides(r.q), p.strides(r.k), p.strides(r.v),
+            p.strides(o.out), p.stat_strides(o.lse), p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs,
+            min(p.section(), pairs), p.qk_scale, p.cap, *p.bias_args(), *p.alibi_args(), r.sinks, *p.dropout_args(),
+            lists, list_strides, p.mask_args, KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim, DV=r.dim_v,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
+            SOFTCAP=r.softcap is not None, REVERSE=p.mask.longest_first, WIDE=p.wide(r.q, r.k, r.v, o.out),
+            UPCAST=p.upcast, PRECISION=p.precision, num_warps=cfg.num_warps, num_stages=cfg.num_stages,
         )  # fmt: skip
     return o

@@ -88,7 +88,7 @@ class _Backward:
         tensors = (r.q, r.k, r.v, self.dout, self.dq, self.dk, self.dv)
         return dict(  # noqa: C408
             KEEP=p.mask.keep, D=r.dim, DV=r.dim_v, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
-            SOFTCAP=r.softcap is not None, WIDE=p.wide(*tensors), UPCAST=p.upcast, PRECISION="ieee",
+            SOFTCAP=r.softcap is not None, WIDE=p.wide(*tensors), UPCAST=p.upcast, PRECISION=p.precision,
         )  # fmt: skip
 
     def _inputs(self) -> tuple[Any, ...]:
@@ -108,12 +108,10 @@ class _Backward:
         dkdv_kernel[(tiles * pairs,)](
             *self._inputs(), dk, dv, *self._input_strides(), none if dk is None else p.strides(dk),
             none if dv is None else p.strides(dv), self.stats, p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads,
-            r.group,
-            pairs, min(max(1, p.section() // r.group), pairs), r.scale, p.qk_scale, p.cap, *p.bias_args(),
-            *p.alibi_args(),
-            *p.dropout_args(), lists, list_strides, p.mask_args,
-            REACH=p.mask.reach_q, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, **self._constants(),
-            num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            r.group, pairs, min(max(1, p.section() // r.group), pairs), r.scale, p.qk_scale, p.cap, *p.bias_args(),
+            *p.alibi_args(), *p.dropout_args(), lists, list_strides, p.mask_args, REACH=p.mask.reach_q,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, **self._constants(), num_warps=cfg.num_warps,
+            num_stages=cfg.num_stages,
         )  # fmt: skip
 
     def _dq(self) -> None:
@@ -126,12 +124,11 @@ class _Backward:
         dq, dbias = self.dq, self.dbias
         dq_kernel[(tiles * pairs,)](
             *self._inputs(), dq, *self._input_strides(), none if dq is None else p.strides(dq), self.stats, p.cu_q,
-            p.cu_k,
-            r.len_q, r.len_k, tiles, r.heads, r.group, pairs, min(p.section(), pairs), r.scale, p.qk_scale, p.cap,
-            *p.bias_args(), dbias, none if dbias is None else dbias.stride(), *p.alibi_args(), self.dalibi,
-            *p.dropout_args(), lists, list_strides, p.mask_args,
-            REACH=p.mask.reach_k, REVERSE=p.mask.longest_first, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n,
-            **self._constants(), num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs, min(p.section(), pairs), r.scale, p.qk_scale,
+            p.cap, *p.bias_args(), dbias, none if dbias is None else dbias.stride(), *p.alibi_args(), self.dalibi,
+            *p.dropout_args(), lists, list_strides, p.mask_args, REACH=p.mask.reach_k, REVERSE=p.mask.longest_first,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, **self._constants(), num_warps=cfg.num_warps,
+            num_stages=cfg.num_stages,
         )  # fmt: skip
 
     def _shared_bias(self, bias: Tensor) -> Tensor:

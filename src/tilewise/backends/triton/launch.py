@@ -34,6 +34,7 @@ class Problem:
         self.mask, args = lower(r.mask)
         self.mask_args = tuple(x.to(r.device) if isinstance(x, Tensor) else x for x in args)
         self.half = r.dtype != torch.float32
+        self.precision = self._precision()
         self.unit = self._unit()
         self.block_d, self.block_dv = config.bucket(r.dim), config.bucket(r.dim_v)
         self.upcast = self.gpu == config.INTERPRETER and r.dtype == torch.bfloat16
@@ -42,6 +43,11 @@ class Problem:
             self.qk_scale, self.cap = r.scale / r.softcap, r.softcap * to_unit
         else:
             self.qk_scale, self.cap = r.scale * to_unit, 0.0
+
+    def _precision(self) -> str:
+        """How fp32 is multiplied. PyTorch's setting has three ways to be set, and this one says what came of them."""
+        asked = not self.half and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return "tf32" if asked and config.has_tf32(self.r.device) else "ieee"
 
     def _unit(self) -> int:
         r = self.r

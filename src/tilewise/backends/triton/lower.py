@@ -1,6 +1,6 @@
 """From a mask to what a kernel needs of it: small generated @triton.jit functions and their arguments.
 
-    keep(b, h, i, j, ...)               bool tile: which pairs are attended; evaluated in masked tiles only
+    keep(b, h, i, j, ...)               bool tile: which pairs exist and are attended; evaluated in masked tiles only
     reach_k(b, i0, i1, ...)             for rows i0 .. i1: the keys [lo, hi) outside of which nothing is kept, and
     reach_q(b, j0, j1, ...)             a range in which everything is; the same for a tile of keys
     verdict(b, h, i0, i1, j0, j1, ...)  EMPTY, PARTIAL or FULL of a tile, where ranges cannot say it
@@ -117,11 +117,12 @@ class Text(NamedTuple):
 def _write(mask: Mask, leaves: list[Arguments]) -> tuple[Text, bool, bool, bool]:
     """The text of all functions; whether batch and head matter to the verdict; whether later rows see more."""
     given = {id(x.leaf): x for x in leaves}
-    keep = f"def keep(b, h, i, j, {_PARAMETERS}):\n    return {_keep(mask, given)}\n"
+    lines: list[str] = []
+    keep = _function(f"keep(b, h, i, j, {_PARAMETERS})", lines, _kept(mask, given, lines))
     ranges = ["", ""]
     if _is_range(mask):
         for axis, name in ((1, "reach_k"), (0, "reach_q")):
-            lines: list[str] = []
+            lines = []
             result = _reach(mask, given, axis, lines)
             ranges[axis] = _function(f"{name}(b, x0, x1, {_PARAMETERS})", lines, ", ".join(result))
         text = Text(keep, ranges[1], ranges[0], "")
@@ -173,6 +174,34 @@ def _length(leaf: Lengths, at: int) -> tuple[str, str]:
 # Element by element.
 
 
+def _kept(mask: Mask, given: dict[int, Arguments], lines: list[str]) -> str:
+    """Which pairs exist and are attended. Bands and lengths that are &-ed are a range of keys for each query: computed
+    once a row, it leaves an element two comparisons."""
+    lo, hi, rest = "", "tl.where(i < len_q, len_k, 0)", []
+    for term in _factors(mask):
+        at = given[id(term)].at if isinstance(term, Band | Lengths) else 0
+        if isinstance(term, Band):
+            d = _diagonal(term, at)
+            below = f"i + {d} - m[{at}]" if term.left is not None else ""
+            above = f"i + {d} + m[{at + 1}] + 1" if term.right is not None else ""
+        elif isinstance(term, Lengths) and term.axis == 1:
+            below, above = _length(term, at)
+        elif isinstance(term, Lengths):
+            hi, below, above = f"tl.where({_keep(term, given)}, {hi}, 0)", "", ""
+        else:
+            rest.append(_keep(term, given))
+            continue
+        lo = f"tl.maximum({lo}, {below})" if lo and below else lo or below
+        hi = f"tl.minimum({hi}, {above})" if above else hi
+    names = _named((hi, lo) if lo else (hi,), lines)
+    return " & ".join([f"(j < {names[0]})", *(f"(j >= {x})" for x in names[1:]), *rest])
+
+
+def _factors(mask: Mask) -> list[Mask]:
+    """The masks whose conjunction this one is."""
+    return [x for t in mask.terms for x in _factors(t)] if isinstance(mask, All) else [mask]
+
+
 def _keep(mask: Mask, given: dict[int, Arguments]) -> str:
     if isinstance(mask, All | Any):
         return "(" + (" & " if isinstance(mask, All) else " | ").join(_keep(t, given) for t in mask.terms) + ")"
@@ -180,8 +209,9 @@ def _keep(mask: Mask, given: dict[int, Arguments]) -> str:
         return f"(({_keep(mask.term, given)}) == 0)"
     _, at, traced = given[id(mask)]
     if isinstance(mask, Band):
-        d = f"(j - i - {_diagonal(mask, at)})"
-        terms = [f"({d} >= -m[{at}])"] * (mask.left is not None) + [f"({d} <= m[{at + 1}])"] * (mask.right is not None)
+        d = f"i + {_diagonal(mask, at)}"  # sums of a row: one comparison an element
+        terms = [f"(j >= {d} - m[{at}])"] * (mask.left is not None)
+        terms += [f"(j <= {d} + m[{at + 1}])"] * (mask.right is not None)
         return f"({' & '.join(terms)})" if terms else "((i >= 0) & (j >= 0))"
     if isinstance(mask, Lengths):
         lo, hi = _length(mask, at)

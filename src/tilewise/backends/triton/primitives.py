@@ -132,22 +132,26 @@ def visits(
 
 
 @triton.jit
-def visited(t, lists, where, n_full, full, first):
-    """Number of the t-th tile to visit; the full ones come first."""
+def visited(t, lists, where, n_full, full, first, FULL: tl.constexpr, MASKED: tl.constexpr):
+    """Number of the t-th tile to visit; the full ones come first. FULL, MASKED: which of the two t may be."""
     if lists is not None:
         return tl.load(lists + where + t)
     else:
         t = tl.cast(t, tl.int32)
-        before = full - first  # masked tiles to the left of the full ones
-        masked = t - n_full
-        return tl.where(t < n_full, full + t, tl.where(masked < before, first + masked, first + masked + n_full))
+        tile = full + t
+        if MASKED:
+            masked = t - n_full
+            before = full - first  # masked tiles to the left of the full ones
+            other = first + masked + tl.where(masked < before, 0, n_full)
+            tile = tl.where(t < n_full, tile, other) if FULL else other
+        return tile
 
 
 @triton.jit
 def visited16(t, lists, where, n_full, full, first, BLOCK: tl.constexpr):
     """First position of the t-th group of 16 of the tiles to visit."""
     n = BLOCK // 16
-    return visited(t // n, lists, where, n_full, full, first) * BLOCK + t % n * 16
+    return visited(t // n, lists, where, n_full, full, first, True, True) * BLOCK + t % n * 16
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -158,6 +162,8 @@ def dot(a, b, acc, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a b in fp32. UPCAST: the interpreter cannot multiply bf16."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
+    elif a.dtype == tl.float32 and PRECISION == "ieee":
+        tl.debug_barrier()  # without tensor cores operands pass through registers: of one product at a time
     if acc is None:
         return tl.dot(a, b, input_precision=PRECISION)
     else:
@@ -200,12 +206,12 @@ def scores(
 
 
 @triton.jit
-def kept(b, h, i, j, len_q, len_k, m, KEEP: tl.constexpr):
-    """Bool: which pairs of a masked tile exist and are attended."""
-    inside = (i < len_q) & (j < len_k)
+def kept(b, h, i, j, inside, len_q, len_k, m, KEEP: tl.constexpr):
+    """Bool, broadcastable: which pairs of a masked tile are attended. inside: which exist, as far as that matters."""
     if KEEP is not None:
-        inside = inside & KEEP(b, h, i, j, len_q, len_k, m)
-    return inside
+        return KEEP(b, h, i, j, len_q, len_k, m)
+    else:
+        return inside
 
 
 @triton.jit
@@ -247,13 +253,29 @@ def survives(rng, threshold, bh, i0, j0, M: tl.constexpr, N: tl.constexpr):
 # not keep it. Fast products are taken anyway, and looked at once, at the end. Only where they came out as
 # NaN or inf a program does them again with these rows ``cleaned`` to 0: the same sum, bit for bit, as if they were
 # numbers. Should one of them be kept by somebody, what it adds is then added to the result, row by row (``odd_sum``).
+#
+# Doing it again is the function of the tile called a second time, with CAREFUL, and with ``hidden_zero`` added to its
+# tile number and strides. Otherwise the compiler would keep addresses and indices of the first time in registers, to
+# have them at hand the second, and the loops that matter would spill.
 
 
 @triton.jit
 def any_odd(x, rows):
-    """Whether one of these rows of x holds a NaN or an infinity."""
+    """1 if one of these rows of x holds a NaN or an infinity, else 0."""
     odd = tl.where(rows[:, None] & ~(tl.abs(x) < INF), 1, 0)
-    return tl.max(tl.max(odd, 1), 0) > 0
+    return tl.max(tl.max(odd, 1), 0)
+
+
+@triton.jit
+def hidden_zero(found):
+    """found - 1, where found is 1: a zero that the compiler does not know, but for its being a multiple of 16."""
+    return tl.multiple_of(found - 1, 16)
+
+
+@triton.jit
+def apart(strides, zero):
+    """Strides (batch, head, row, channel), with the hidden zero."""
+    return strides[0] + zero, strides[1] + zero, strides[2] + zero, strides[3]
 
 
 @triton.jit
