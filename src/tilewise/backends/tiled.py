@@ -23,7 +23,7 @@ Source: Dao et al. 2022, "FlashAttention", algorithms 1-4; Dao 2023, "FlashAtten
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -119,11 +119,11 @@ class TiledBackend(Backend):
                 yield Block(r, seq, tiles, same or tiles.block(batch, heads), batch, kv)
 
 
-def _run(r: Request, pieces: list[Callable[[], T]]) -> list[T]:
+def _run(r: Request, pieces: Iterable[Callable[[], T]]) -> list[T]:
     """Their results. Threads share them out where there is enough to do to wake them."""
     work = r.batch * r.heads * r.len_q * r.len_k * (r.dim + r.dim_v)
     if r.device.type == "cpu" and work >= _WORTH_THREADS:
-        return workers.run(pieces)
+        return workers.run(list(pieces))
     return [piece() for piece in pieces]
 
 
