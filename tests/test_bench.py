@@ -317,6 +317,7 @@ def test_as_a_process_ctrl_c_keeps_what_is_measured(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "tilewise.cli", *shlex.split(line)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it, and hands that on
     )  # fmt: skip
     deadline = time.monotonic() + 300
     while not (path.exists() and path.read_bytes().count(b"\n") >= 3) and time.monotonic() < deadline:
