@@ -93,7 +93,7 @@ _SM90: dict[str, tuple[Row, ...]] = {
     DKDV: (
         row(64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(32, 64, 8, 2)),
         row(128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 3)),
-        row(256, Config(32, 64, 8, 2), Config(32, 64, 8, 2), Config(16, 32, 8, 2)),  # 64 keys spill: mma.sync
+        row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 2)),  # 64 keys would spill: mma.sync
         row(512, Config(16, 16, 8, 1)),
     ),
     DQ: (
