@@ -71,7 +71,8 @@ def test_as_a_process():
         [sys.executable, "-c", code, "info", "--json"], capture_output=True, text=True, env=os.environ, check=True
     )
     assert json.loads(done.stdout)["versions"]["torch"] == torch.__version__
-    assert done.stderr == ""
+    ours = [x for x in done.stderr.splitlines() if "torch/utils/cpp_extension.py" not in x]  # a log of torch 2.14
+    assert ours == []
 
 
 def test_version_and_help():

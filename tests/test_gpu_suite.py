@@ -236,7 +236,7 @@ def test_kernels_are_counted(monkeypatch):
     from tilewise.backends.triton import lists
 
     before = suite.compiled()
-    monkeypatch.setattr(lists.compact_kernel, "device_caches", {0: ({"a": 1, "b": 2}, {})}, raising=False)
+    monkeypatch.setattr(lists.list_kernel, "device_caches", {0: ({"a": 1, "b": 2}, {})}, raising=False)
     assert suite.compiled() == before + 2 * (os.environ.get("TRITON_INTERPRET") != "1")
 
 

@@ -158,6 +158,67 @@ def test_numbers_of_a_predicate_are_arguments():
     assert made(5, 100) is made(7, 200)
 
 
+def test_what_is_written_once_is_that_of_the_structure():
+    """Masks that differ in structure share no function, though their arguments look alike."""
+    from tilewise.backends.triton.lower import lower
+
+    lengths, ids = torch.tensor([3, 4]), torch.zeros(37, dtype=torch.int64)
+    band = masks.causal()
+    made = [
+        band, masks.window(0, None), masks.window(2, 2), masks.causal(align="bottom_right"), ~band, band & band,
+        band & masks.causal(), band | masks.causal(), masks.key_lengths(lengths), masks.query_lengths(lengths),
+        masks.key_lengths(lengths, padding="left"), masks.documents(ids), masks.dense(torch.ones(37, 45).bool()),
+        masks.predicate(lambda b, h, i, j: i > j), masks.predicate(lambda b, h, i, j: i < j),
+    ]  # fmt: skip
+    kept = [lower(x)[0].keep for x in made]
+    assert len({id(x) for x in kept}) == len(made)
+    assert [lower(x)[0].keep for x in made] == kept
+
+
+# --- lists of tiles -------------------------------------------------------------------------------
+
+
+def _row_numbers(lists, r):
+    full, partial = lists[r, :2].tolist()
+    return lists[r, 2 : 2 + full].tolist(), lists[r, 2 + full : 2 + full + partial].tolist()
+
+
+_IDS = torch.tensor([0] * 90 + [1] * 3 + [2] * 200 + [7] * 50 + [5] * 57)
+LISTED = {
+    "documents": masks.documents(_IDS),
+    "unsorted documents": masks.documents(torch.stack((_IDS, _IDS.flip(0) // 2)), torch.stack((_IDS, _IDS.roll(70)))),
+    "causal documents": masks.causal() & masks.documents(_IDS),
+    "but a document": masks.query_lengths([400, 130]) & ~masks.documents(_IDS) & masks.key_lengths([390, 64]),
+    "dense": masks.dense(
+        (torch.arange(400)[:, None] // 40 == torch.arange(400) // 50)[None, None].expand(2, 3, -1, -1)
+    ),
+    "predicate": masks.predicate(lambda b, h, i, j: (i // 32 + j // 64 + h) % 3 == b) & masks.window(100, 100),
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("column", [False, True])
+def test_lists_are_the_tile_map(name, column):
+    """The numbers of the full and of the partial tiles, in order; those that reach past the end count as partial."""
+    from tilewise.backends.triton.launch import tile_lists
+    from tilewise.backends.triton.lower import lower
+    from tilewise.masks import Grid
+    from tilewise.request import Request
+    from tilewise.tilemap import tile_map
+
+    mask, n, cfg = LISTED[name], 400, config.Config(32, 16, 4, 1)
+    q = torch.zeros(2, 3, n, 8)
+    lists, strides = tile_lists(Request(q, q, q, 1.0, mask), *lower(mask), cfg, column)
+    table = tile_map(mask, Grid(2, 3, n, n, cfg.block_m, cfg.block_n, q.device)).table.clone()
+    table[..., n // cfg.block_m, :].clamp_(max=1)
+    assert all(s % 16 == 0 for s in strides)
+    for b, h in ((0, 0), (1, 2)):
+        mine = lists.as_strided(lists.shape[2:], (strides[2], 1), b * strides[0] + h * strides[1])
+        rows = table[min(b, table.shape[0] - 1), min(h, table.shape[1] - 1)]
+        for r, row in enumerate(rows.T if column else rows):
+            assert _row_numbers(mine, r) == tuple((row == v).nonzero().flatten().tolist() for v in (2, 1)), (b, h, r)
+
+
 # --- bits -----------------------------------------------------------------------------------------
 
 

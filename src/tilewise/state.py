@@ -76,10 +76,9 @@ def finish(state: State) -> tuple[Tensor, Tensor]:
 
     A row that saw no key gets o = 0 and lse = -inf.
     """
-    none = state.l == 0
+    none = state.l == 0  # and then acc is 0 too
     l = torch.where(none, 1.0, state.l)  # noqa: E741
-    o = torch.where(none[..., None], 0.0, state.acc / l[..., None])
-    return o, torch.where(none, NEG_INF, pivot(state.m) + torch.log(l))
+    return state.acc / l[..., None], torch.where(none, NEG_INF, pivot(state.m) + torch.log(l))
 
 
 def lse_low(state: State, lse: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ T = TypeVar("T")
 # Elements of a tile of scores over all heads at work: 1 MiB in fp32, so that it stays in a core's cache from one
 # pass over it to the next. Measured with benchmarks/cpu.py.
 _SCORES = 2**18
-_STRIP = 2048  # queries or keys that are prepared at once
+_STRIP = 4096  # queries or keys that are prepared at once
 _WORTH_THREADS = 2**23  # multiplications of a product of the forward that take longer than to wake a thread
 _NEAR = 32.0  # how far a row's largest score may be from its m
 
@@ -645,7 +645,9 @@ def _columns(x: Tensor, scale: float, last: Tensor | None = None) -> Tensor:
     """x * scale of (t, n, m, d) as a contiguous (t, n, d, m), with ``last`` (t, n, m) as a further row."""
     d = x.shape[3]
     columns = x.new_empty(*x.shape[:2], d + (last is not None), x.shape[2])
-    torch.mul(x.mT, scale, out=columns[:, :, :d])
+    columns[:, :, :d] = x.mT  # and then in memory order: a product of both at once takes twice as long
+    if scale != 1.0:
+        columns[:, :, :d].mul_(scale)
     if last is not None:
         columns[:, :, d] = last
     return columns

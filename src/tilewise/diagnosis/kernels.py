@@ -5,7 +5,7 @@ from a CPU too, with all reasons, and each knows the change that would meet it: 
 and the rules are asked again, so that what is named is enough.
 
 Source: the checks in aten/src/ATen/native/transformers/sdp_utils_cpp.{h,cpp} and cuda/sdp_utils.cpp of torch 2.9 to
-2.13, for GPUs of sm_80 or newer. Where PyTorch can be asked about the device at hand, its answer comes first.
+2.14, for GPUs of sm_80 or newer. Where PyTorch can be asked about the device at hand, its answer comes first.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ KERNELS = {
 }
 FASTER = {"cpu": ("flash",), "cuda": ("flash", "cudnn", "efficient")}  # than math; on other devices nothing is known
 _HALVES = (torch.float16, torch.bfloat16)
+# SDPA itself gives three 3-D inputs a batch axis before it chooses a kernel (PyTorch's pull request 192271).
+_BATCHES_3D = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 14)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def inputs_of(args: dict[str, Any]) -> Inputs:
     """The description of a call, from SDPA's arguments by name."""
     q, k, v, mask = args["query"], args["key"], args["value"], args["attn_mask"]
     tensors: list[Tensor] = [q, k, v]
-    return Inputs(
+    call = Inputs(
         tuple(q.shape),
         tuple(k.shape),
         tuple(v.shape),
@@ -65,6 +67,7 @@ def inputs_of(args: dict[str, Any]) -> Inputs:
         bool(args["is_causal"]),
         bool(args["enable_gqa"]),
     )
+    return _batched(call) if _BATCHES_3D and all(x.dim() == 3 for x in tensors) else call
 
 
 class Rule(NamedTuple):
@@ -148,6 +151,12 @@ def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (n, *(1,) * (3 - len(shape)), *shape[-3:])
 
 
+def _batched(c: Inputs) -> Inputs:
+    """The call with four axes in q, k, v and a mask of more than two."""
+    mask = c.mask if c.mask is None or len(c.mask) == 2 else _four(c.mask)
+    return replace(c, query=_four(c.query), key=_four(c.key), value=_four(c.value), mask=mask)
+
+
 def _dtypes(allowed: tuple[torch.dtype, ...]) -> Callable[[Inputs], str]:
     names = ", ".join(_name(d) for d in allowed)
 
@@ -228,9 +237,7 @@ def _with_heads(c: Inputs, heads: int) -> Inputs:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        _ALL, _rank, "make q, k and v 4-D, (B, H, L, D): x[None], or flatten the leading dims",
-        lambda c: replace(c, query=_four(c.query), key=_four(c.key), value=_four(c.value),
-                          mask=None if c.mask is None else c.mask if len(c.mask) == 2 else _four(c.mask)),
+        _ALL, _rank, "make q, k and v 4-D, (B, H, L, D): x[None], or flatten the leading dims", _batched
     ),
     Rule(
         frozenset({_FLASH, _CUDNN}), _dtypes(_HALVES),

@@ -14,7 +14,7 @@ from ...philox import threshold
 from ...request import Request
 from . import config, tune
 from .config import Config
-from .lists import classify_kernel, compact_kernel
+from .lists import classify_kernel, list_kernel
 from .lower import Lowered, lower
 from .primitives import FOLDED, LOG2, NATURAL
 
@@ -123,17 +123,20 @@ def tile_lists(r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool
     nb = r.batch if mask.by_batch or r.ragged is not None else 1
     nh = r.heads if mask.by_head else 1
     n, others = (rows, cols) if column else (cols, rows)
-    step, row_step = (cols, 1) if column else (1, cols)
-    table = torch.empty(nb, nh, rows, cols, dtype=torch.int8, device=r.device)
-    lists = torch.empty(nb, nh, others, n + 2, dtype=torch.int32, device=r.device)
+    pitch = -(-(n + 2) // 16) * 16  # strides that are multiples of 16, whatever n: Triton compiles for that property
+    lists = torch.empty(nb, nh, others, pitch, dtype=torch.int32, device=r.device)
     cu_q, cu_k = (None, None) if r.ragged is None else (r.ragged.cu_q, r.ragged.cu_k)
-    if table.numel():
-        classify_kernel[(table.numel(),)](
-            table, cu_q, cu_k, r.len_q, r.len_k, rows, cols, nh, args, mask.verdict, cfg.block_m, cfg.block_n
-        )
+    sizes = (cu_q, cu_k, r.len_q, r.len_k, rows, cols, nh)
+    table, verdict = None, mask.verdict
+    if mask.by_pair and lists.numel() and n:
+        table = torch.empty(nb, nh, rows, cols, dtype=torch.int8, device=r.device)
+        classify_kernel[(table.numel(),)](table, *sizes, args, verdict, cfg.block_m, cfg.block_n)
+        verdict, args = None, ()  # the table says it: one list kernel for all such masks
     if others:
-        chunk = 16 if config.interpreting() else 128
-        compact_kernel[(nb * nh * others,)](table, lists, n, others, step, row_step, chunk)
+        chunk = 16 if config.interpreting() else 64
+        list_kernel[(nb * nh * others,)](
+            lists, table, *sizes, pitch, args, verdict, cfg.block_m, cfg.block_n, column, chunk, num_warps=8
+        )
     return lists, (lists.stride(0) if nb > 1 else 0, lists.stride(1) if nh > 1 else 0, lists.stride(2))
 
 

@@ -1,8 +1,11 @@
 """Lists of the tiles to visit, made on the device: nothing waits for the host and memory is O(tiles).
 
-``classify`` writes the verdict of every tile; ``compact`` turns each row of verdicts (or column, by strides) into
+``list_kernel`` turns each row of tiles (or column) into
 
     n_full, n_partial, numbers of the full tiles ..., numbers of the partial tiles ...
+
+Bands, lengths and documents are judged there, many tiles at once. A mask that must be looked at pair by pair takes a
+program a tile: ``classify_kernel`` writes a table of verdicts first.
 
 Tiles that reach past the end of the matrix count as partial, so that full ones need no bounds either.
 """
@@ -17,9 +20,9 @@ from .primitives import offset64, sequence
 
 @triton.jit
 def extremes(ids, stride, first, last, BLOCK: tl.constexpr):
-    """Smallest and largest of ids[first .. last], at most BLOCK of them."""
-    x = tl.load(ids + tl.minimum(first + tl.arange(0, BLOCK), last) * stride)
-    return tl.min(x, 0), tl.max(x, 0)
+    """Smallest and largest of ids[first .. last], at most BLOCK of them, for each tile: (T,)."""
+    x = tl.load(ids + tl.minimum(first[:, None] + tl.arange(0, BLOCK)[None, :], last[:, None]) * stride)  # (T, BLOCK)
+    return tl.min(x, 1), tl.max(x, 1)
 
 
 @triton.jit
@@ -43,6 +46,17 @@ def mod(a, b):
     return a - floordiv(a, b) * b
 
 
+@triton.jit
+def judged(
+    b, h, r, c, len_q, len_k, m, VERDICT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Verdicts (T,) of tiles (r, c), of which one is (T,) and the other (1,); 0 beyond the end. No length may be 0."""
+    i0, j0 = r * BLOCK_M, c * BLOCK_N
+    i1, j1 = tl.minimum(i0 + BLOCK_M, len_q) - 1, tl.minimum(j0 + BLOCK_N, len_k) - 1
+    v = tl.where((i0 <= i1) & (j0 <= j1), VERDICT(b, h, i0, i1, j0, j1, len_q, len_k, m, BLOCK_M, BLOCK_N), 0)
+    return tl.where((i0 + BLOCK_M > len_q) | (j0 + BLOCK_N > len_k), tl.minimum(v, 1), v)
+
+
 @triton.jit(do_not_specialize=["len_q", "len_k", "rows", "cols", "heads"])
 def classify_kernel(
     table, cu_q, cu_k, len_q, len_k, rows, cols, heads, m,
@@ -50,35 +64,61 @@ def classify_kernel(
 ):  # fmt: skip
     """table (b, h, rows, cols) int8. One program a tile."""
     pid = tl.program_id(0)
+    one = tl.arange(0, 1)
     c, r, bh = pid % cols, (pid // cols) % rows, pid // cols // rows
     b, h = bh // heads, bh % heads
     _, len_q = sequence(b, cu_q, len_q)
     _, len_k = sequence(b, cu_k, len_k)
-    i0, j0 = r * BLOCK_M, c * BLOCK_N
-    i1, j1 = tl.minimum(i0 + BLOCK_M, len_q) - 1, tl.minimum(j0 + BLOCK_N, len_k) - 1
-    v = 0
-    if (i0 <= i1) & (j0 <= j1):
-        v = tl.cast(VERDICT(b, h, i0, i1, j0, j1, len_q, len_k, m, BLOCK_M, BLOCK_N), tl.int32)
-        v = tl.where((i0 + BLOCK_M > len_q) | (j0 + BLOCK_N > len_k), tl.minimum(v, 1), v)
-    tl.store(table + pid, tl.cast(v, tl.int8))
+    v = tl.zeros([1], tl.int32)
+    if (r * BLOCK_M < len_q) & (c * BLOCK_N < len_k):
+        v = judged(b, h, r + one, c + one, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N)
+    tl.store(table + pid + one, tl.cast(v, tl.int8))
 
 
-@triton.jit(do_not_specialize=["n", "others", "step", "row_step"])
-def compact_kernel(table, lists, n, others, step, row_step, CHUNK: tl.constexpr):
-    """One program a list. Verdict x of list r lies at r * row_step + x * step of its (others, n) matrix."""
+@triton.jit
+def verdicts(
+    table, b, h, own, x, cols, len_q, len_k, m,
+    VERDICT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMN: tl.constexpr,
+):  # fmt: skip
+    """Verdicts (T,) of the tiles x (T,) of a list, from the table of its matrix where there is one."""
+    own = own + tl.arange(0, 1)
+    r, c = own, x
+    if COLUMN:
+        r, c = x, own
+    if table is None:
+        return judged(b, h, r, c, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N)
+    else:
+        return tl.load(table + r * cols + c, mask=(r * BLOCK_M < len_q) & (c * BLOCK_N < len_k), other=0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "rows", "cols", "heads", "pitch"])
+def list_kernel(
+    lists, table, cu_q, cu_k, len_q, len_k, rows, cols, heads, pitch, m, VERDICT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """lists (b, h, rows or with COLUMN cols, pitch). One program a list; tiles are judged twice, and never stored."""
     pid = tl.program_id(0)
-    matrix, r = pid // others, pid % others
-    verdicts = table + offset64(matrix, n * others) + r * row_step
-    to = lists + offset64(pid, n + 2)
+    others = cols if COLUMN else rows
+    own, bh = pid % others, pid // others
+    b, h = bh // heads, bh % heads
+    _, len_q = sequence(b, cu_q, len_q)
+    _, len_k = sequence(b, cu_k, len_k)
+    if COLUMN:
+        n = tl.where(own * BLOCK_N < len_k, tl.cdiv(len_q, BLOCK_M), 0)
+    else:
+        n = tl.where(own * BLOCK_M < len_q, tl.cdiv(len_k, BLOCK_N), 0)
+    if table is not None:
+        table += offset64(bh, rows * cols)
+    to = lists + offset64(pid, pitch)
     n_full = 0
     for x0 in range(0, n, CHUNK):
         x = x0 + tl.arange(0, CHUNK)
-        v = tl.load(verdicts + x * step, mask=x < n, other=0).to(tl.int32)
+        v = verdicts(table, b, h, own, x, cols, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN)
         n_full += tl.sum(tl.where(v == 2, 1, 0), 0)
     full, partial = 0, 0
     for x0 in range(0, n, CHUNK):
         x = x0 + tl.arange(0, CHUNK)
-        v = tl.load(verdicts + x * step, mask=x < n, other=0).to(tl.int32)
+        v = verdicts(table, b, h, own, x, cols, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN)
         is_full, is_partial = tl.where(v == 2, 1, 0), tl.where(v == 1, 1, 0)
         tl.store(to + 1 + full + tl.cumsum(is_full, 0), x, mask=v == 2)
         tl.store(to + 1 + n_full + partial + tl.cumsum(is_partial, 0), x, mask=v == 1)

@@ -16,7 +16,6 @@ import hashlib
 import linecache
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any as AnyType
 from typing import NamedTuple
 
@@ -39,6 +38,7 @@ class Lowered:
     verdict: AnyType = None  # set where lists are needed
     by_batch: bool = False  # the verdict differs between batch entries
     by_head: bool = False
+    by_pair: bool = False  # the verdict looks at every pair of a tile
     longest_first: bool = False  # later query tiles see more keys
 
 
@@ -55,7 +55,14 @@ def lower(mask: Mask | None) -> tuple[Lowered, tuple]:
     if mask is None:
         return Lowered(), ()
     leaves, values = _arguments(mask)
-    return _functions(*_write(mask, leaves)), tuple(values)
+    given = {id(x.leaf): x for x in leaves}
+    key = _structure(mask, given)
+    if key not in _lowered:
+        _lowered[key] = _functions(*_write(mask, leaves))
+    return _lowered[key], tuple(values)
+
+
+_lowered: dict[tuple, Lowered] = {}  # by structure: writing the text anew costs more than launching a kernel
 
 
 def untranslatable(mask: Mask | None) -> list[str]:
@@ -104,6 +111,23 @@ def _values(leaf: Mask) -> list:
     raise NotImplementedError(f"the triton backend does not know the mask {leaf!r}")
 
 
+def _structure(mask: Mask, given: dict[int, Arguments]) -> tuple:
+    """All that the text depends on."""
+    if isinstance(mask, All | Any):
+        return (type(mask), *(_structure(t, given) for t in mask.terms))
+    if isinstance(mask, Not):
+        return Not, _structure(mask.term, given)
+    x = given[id(mask)]
+    about: tuple = ()
+    if isinstance(mask, Band):
+        about = mask.left is None, mask.right is None, mask.align == BOTTOM_RIGHT
+    elif isinstance(mask, Lengths):
+        about = mask.axis, mask.side
+    elif x.traced is not None:
+        about = (x.traced.root.text,)
+    return type(mask), x.at, about, _depends(x, 0), _depends(x, 1)
+
+
 # --- the text of the functions --------------------------------------------------------------------
 
 
@@ -114,8 +138,9 @@ class Text(NamedTuple):
     verdict: str
 
 
-def _write(mask: Mask, leaves: list[Arguments]) -> tuple[Text, bool, bool, bool]:
-    """The text of all functions; whether batch and head matter to the verdict; whether later rows see more."""
+def _write(mask: Mask, leaves: list[Arguments]) -> tuple[Text, bool, bool, bool, bool]:
+    """The text of all functions; whether the verdict differs by batch and head, and needs pairs; whether later rows
+    see more."""
     given = {id(x.leaf): x for x in leaves}
     lines: list[str] = []
     keep = _function(f"keep(b, h, i, j, {_PARAMETERS})", lines, _kept(mask, given, lines))
@@ -132,26 +157,23 @@ def _write(mask: Mask, leaves: list[Arguments]) -> tuple[Text, bool, bool, bool]
         signature = f"verdict(b, h, i0, i1, j0, j1, {_PARAMETERS}, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr)"
         text = Text(keep, "", "", _function(signature, lines, result[0]))
     ordered = any(isinstance(x.leaf, Band) and x.leaf.left is None and x.leaf.right is not None for x in leaves)
-    return text, _depends(leaves, 0), _depends(leaves, 1), ordered
+    by_batch, by_head = (any(_depends(x, dim) for x in leaves) for dim in (0, 1))
+    return text, by_batch, by_head, any(isinstance(x.leaf, Dense | Predicate) for x in leaves), ordered
 
 
 def _function(signature: str, lines: list[str], result: str) -> str:
     return "\n".join([f"def {signature}:", *(f"    {x}" for x in lines), f"    return {result}"]) + "\n"
 
 
-def _depends(leaves: list[Arguments], dim: int) -> bool:
-    """Whether the mask differs along the batch (0) or the heads (1)."""
-
-    def one(x: Arguments) -> bool:
-        if isinstance(x.leaf, Dense):
-            return x.leaf.mask.shape[dim] > 1
-        if x.traced is not None:
-            return ("b", "h")[dim] in x.traced.reads
-        if isinstance(x.leaf, Documents):
-            return dim == 0 and max(x.leaf.q_ids.shape[0], x.leaf.k_ids.shape[0]) > 1
-        return dim == 0 and isinstance(x.leaf, Lengths)
-
-    return any(one(x) for x in leaves)
+def _depends(x: Arguments, dim: int) -> bool:
+    """Whether a leaf differs along the batch (0) or the heads (1)."""
+    if isinstance(x.leaf, Dense):
+        return x.leaf.mask.shape[dim] > 1
+    if x.traced is not None:
+        return ("b", "h")[dim] in x.traced.reads
+    if isinstance(x.leaf, Documents):
+        return dim == 0 and max(x.leaf.q_ids.shape[0], x.leaf.k_ids.shape[0]) > 1
+    return dim == 0 and isinstance(x.leaf, Lengths)
 
 
 def _is_range(mask: Mask) -> bool:
@@ -347,10 +369,9 @@ def _verdict_of(full: str, empty: str, lines: list[str]) -> str:
 # --- from text to functions -----------------------------------------------------------------------
 
 
-@lru_cache(maxsize=512)
-def _functions(text: Text, by_batch: bool, by_head: bool, ordered: bool) -> Lowered:
+def _functions(text: Text, by_batch: bool, by_head: bool, by_pair: bool, ordered: bool) -> Lowered:
     made = {name: jit(source) if source else None for name, source in text._asdict().items()}
-    return Lowered(**made, by_batch=by_batch, by_head=by_head, longest_first=ordered)
+    return Lowered(**made, by_batch=by_batch, by_head=by_head, by_pair=by_pair, longest_first=ordered)
 
 
 def jit(source: str) -> Callable:
