@@ -8,6 +8,7 @@ This file imports no kernel.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -154,6 +155,10 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             grads = _OnceDifferentiable.apply(_backend_of(ctx.numbers), *grads)
         return tuple(g if need else None for g, need in zip(grads, needs, strict=True)) + nothing
+
+
+# apply() asks for the signature at every call, and reading it from the function takes as long as launching a kernel.
+_Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # type: ignore[attr-defined]
 
 
 class _OnceDifferentiable(torch.autograd.Function):

@@ -40,11 +40,12 @@ from ..tilemap import Tile, TileMap, tile_map
 
 T = TypeVar("T")
 
-# Elements of a tile of scores over all heads at work: 1 MiB in fp32, so that it stays in a core's cache from one
-# pass over it to the next. Measured with benchmarks/cpu.py.
-_SCORES = 2**18
+# Elements of a tile of scores over all heads at work: so many that an operation takes longer than its Python, so few
+# that the tile stays in the caches from one pass over it to the next. Measured with benchmarks/cpu.py.
+_SCORES = 2**20  # 4 MiB in fp32, for all cores
+_SCORES_OF_A_THREAD = 2**18
 _STRIP = 4096  # queries or keys that are prepared at once
-_WORTH_THREADS = 2**23  # multiplications of a product of the forward that take longer than to wake a thread
+_WORTH_THREADS = 2**24  # scores of a head; with fewer, threads wait for each other's Python more than they gain
 _NEAR = 32.0  # how far a row's largest score may be from its m
 
 
@@ -63,7 +64,7 @@ class TiledBackend(Backend):
                     x.fill_(empty)
         blocks = [work for seq in r.sequences() for work in self.blocks(r, seq)]
         length = _STRIP  # shorter, where the threads would have few pieces each to even out
-        while length > 256 and len(blocks) * -(-r.len_q // length) < 2 * workers.count():
+        while _threaded(r) and length > 256 and len(blocks) * -(-r.len_q // length) < 2 * workers.count():
             length //= 2
         pieces = [(w, strip) for w in blocks for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m, length)]
         pieces.sort(key=lambda piece: piece[1].at.start, reverse=True)  # the longest first, if causal
@@ -82,7 +83,7 @@ class TiledBackend(Backend):
         lanes: dict[tuple[int, int], list[Block]] = {}
         for w in blocks:
             lanes.setdefault(grads.lane(w), []).append(w)
-        parts, near = workers.count(), _all_near_zero(r)
+        parts, near = workers.count() if _threaded(r) else 1, _all_near_zero(r)
         if len(lanes) >= parts or not grads.keys_apart:
             _run(r, [partial(_backward_lane, lane, near, saved, grads) for lane in lanes.values()])
         else:  # too few for all threads: each takes a part of the keys, and sums up a dQ of its own
@@ -99,7 +100,7 @@ class TiledBackend(Backend):
         m, n = (512, 512) if r.mask is None else (128, 512)
         m = max(16, m // r.group)  # the rows of a group are stacked
         if seq.len_q * r.group < m:  # few queries (decoding): longer tiles of keys for the same work
-            n = max(n, _SCORES // (4 * max(seq.len_q * r.group, 1)))
+            n = max(n, _room(r) // (4 * max(seq.len_q * r.group, 1)))
         return max(1, min(m, seq.len_q)), max(1, min(n, seq.len_k))
 
     def blocks(self, r: Request, seq: Sequence) -> Iterator[Block]:
@@ -107,7 +108,7 @@ class TiledBackend(Backend):
         m, n = self.block_shape(r, seq)
         grid = Grid(r.batch, r.heads, seq.len_q, seq.len_k, m, n, r.device)
         tiles = tile_map(r.mask, grid)
-        pairs = max(1, _SCORES // (m * n * r.group))
+        pairs = max(1, _room(r) // (m * n * r.group))
         kv_step = min(pairs, r.kv_heads)
         batch_step = max(1, pairs // r.kv_heads)
         same = tiles.block(seq.batch, slice(None)) if tiles.table.shape[:2] == (1, 1) else None
@@ -120,11 +121,16 @@ class TiledBackend(Backend):
 
 
 def _run(r: Request, pieces: Iterable[Callable[[], T]]) -> list[T]:
-    """Their results. Threads share them out where there is enough to do to wake them."""
-    work = r.batch * r.heads * r.len_q * r.len_k * (r.dim + r.dim_v)
-    if r.device.type == "cpu" and work >= _WORTH_THREADS:
-        return workers.run(list(pieces))
-    return [piece() for piece in pieces]
+    """Their results. Threads share them out where each has much to do; else the threads of each operation do."""
+    return workers.run(list(pieces)) if _threaded(r) else [piece() for piece in pieces]
+
+
+def _threaded(r: Request) -> bool:
+    return r.device.type == "cpu" and r.len_q * r.len_k >= _WORTH_THREADS
+
+
+def _room(r: Request) -> int:
+    return _SCORES_OF_A_THREAD if _threaded(r) else _SCORES
 
 
 class Strip(NamedTuple):
