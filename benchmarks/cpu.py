@@ -1,8 +1,8 @@
 """tiled against PyTorch's fastest CPU path for the same call, in alternating runs: `make bench-cpu`.
 
 For each cell both are called in turn, forward and backward apart, and the medians' ratio is printed: above 1, tiled
-is the faster. What both compute is checked against each other before it is timed. Two tables follow: RMS errors
-against fp64, and the time of a call too small to compute much. ``--json FILE`` keeps the numbers.
+is the faster. Where both compute the same, that is checked before it is timed. Then follow RMS errors against fp64,
+and the time of a call too small to compute much. ``--json FILE`` keeps the numbers.
 
     plain     8 heads, without a mask and causal: the cells of the flash kernel
     masked    what tiled skips and PyTorch does not: compared with PyTorch's full causal attention
@@ -172,7 +172,7 @@ def main() -> None:
     print("\ntimes as fast as PyTorch, medians of calls in turn")
     print(f"{'group':9} {'case':23} {'dtype':5} {'(B, H, L, D)':20} {'forward':>8} {'backward':>9}")
     for cell in cells():
-        if cell.group not in a.groups or cell.dtype not in a.dtypes.split(","):
+        if cell.group not in a.groups.split(",") or cell.dtype not in a.dtypes.split(","):
             continue
         if a.lengths and cell.shape[2] not in a.lengths:
             continue

@@ -111,6 +111,15 @@ def test_a_part_without_keys_has_no_gradient():
     assert not o.grad.any()
 
 
+def test_what_other_code_leaves_in_a_row_without_keys_spoils_nothing():
+    empty = torch.full((1, 2), math.nan), torch.tensor([-math.inf])
+    whole = torch.tensor([[1.0, 2.0]]), torch.tensor([0.5])
+    for parts, expected in (((empty, empty), (torch.zeros(1, 2), empty[1])), ((empty, whole), whole)):
+        for a, b in (parts, parts[::-1]):
+            found = state.finish(state.merge(state.from_output(*a), state.from_output(*b)))
+            torch.testing.assert_close(found, expected)
+
+
 def test_low_part_of_lse_restores_what_rounding_took():
     x = tile([-1e30] * 3, [0] * 3)
     x = State(*(t.float() for t in x))

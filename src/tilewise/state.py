@@ -92,8 +92,12 @@ def lse_low(state: State, lse: Tensor) -> Tensor:
 
 
 def from_output(o: Tensor, lse: Tensor) -> State:
-    """The state that finishes to (o, lse): how finished parts enter ``merge``."""
-    return State(lse, torch.where(lse == NEG_INF, 0.0, torch.ones_like(lse)), o)
+    """The state that finishes to (o, lse): how finished parts enter ``merge``.
+
+    Other code may leave NaN as the output of a row that saw no key: such a row is 0, so that it spoils no other part.
+    """
+    none = lse == NEG_INF
+    return State(lse, torch.where(none, 0.0, torch.ones_like(lse)), torch.where(none[..., None], 0.0, o))
 
 
 def with_sink(state: State, sink: Tensor) -> State:

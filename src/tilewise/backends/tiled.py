@@ -14,8 +14,9 @@ heads that share a key/value head are rows of the same product, so keys and valu
 A tile of scores is held transposed, keys by queries: the matrix products then read their operands in memory order,
 which was measured to be a tenth faster. All tile arithmetic is fp32 (fp64 for fp64 inputs). What one side needs is
 prepared for a strip of neighbouring tiles, while the other side's strips stream past. Strips of queries (in the
-backward: blocks of heads) share nothing, and threads take one each (``workers``). Besides the outputs there exist, for
-each thread, a tile of scores (two in the backward), a strip of each side, and the dQ of the heads at work.
+backward: blocks of heads) share nothing, and in long sequences threads take one each (``workers``); in short ones the
+threads of each operation share the work. Besides the outputs there exist, for each piece at work, a tile of scores
+(two in the backward), a strip of each side, and the dQ of its heads.
 
 Source: Dao et al. 2022, "FlashAttention", algorithms 1-4; Dao 2023, "FlashAttention-2".
 """

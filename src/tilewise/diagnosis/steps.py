@@ -5,7 +5,8 @@ either the whole block is one. The first is warm-up. One profile spans them, wit
 when a range that one session saw begin, such as Optimizer.step, ends in the next.
 
 The doctor's own time is inside the profile and is taken out: an operator that the watch hands on appears twice, one
-inside the other, and what only the outer one has is the watch.
+inside the other, and what only the outer one has is the watch. On a GPU that is not all of it yet: what the profiler
+and the watch add between operators counts as a gap there, so a step of many small kernels looks longer than it is.
 """
 
 from __future__ import annotations
