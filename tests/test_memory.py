@@ -1,5 +1,7 @@
 """The meter sees every allocation to the byte, also inside the operator, and tells linear from quadratic."""
 
+import gc
+
 import pytest
 import torch
 
@@ -38,6 +40,19 @@ def test_memory_from_before_the_block_is_not_counted():
         after = torch.empty(100)
     assert (memory.peak, memory.kept) == (400, 400)
     del before, after
+
+
+def test_garbage_of_an_earlier_block_is_not_a_release_of_this_one():
+    with PeakMemory():
+        cycle = [torch.empty(1000)]
+        cycle.append(cycle)
+    del cycle
+    with PeakMemory() as memory:
+        a = torch.empty(1000)
+        gc.collect()
+        b = torch.empty(1000)
+    assert (memory.peak, memory.kept) == (8_000, 8_000)
+    del a, b
 
 
 def test_temporaries_within_one_pytorch_call_count():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
@@ -24,7 +25,8 @@ class PeakMemory:
     The profiler slows small operations, so take times without the meter, and do not nest it in another profiler.
 
     On CUDA it is the allocator's own count, which is the whole process's. Keep tensors from before the block alive
-    within it: releasing one lowers the count on CUDA, and goes unseen on a CPU.
+    within it: releasing one lowers the count on CUDA, and on a CPU too if it was allocated in an earlier block.
+    What only the garbage collector would release is released before the start, so that it does not do so within.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
@@ -34,6 +36,7 @@ class PeakMemory:
         self.peak = self.kept = 0
 
     def __enter__(self) -> PeakMemory:
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
