@@ -48,6 +48,7 @@ T = TypeVar("T")
 # that the tile stays in the caches from one pass over it to the next. Measured with benchmarks/cpu.py.
 _SCORES = 2**20  # 4 MiB in fp32, for all cores
 _SCORES_OF_A_THREAD = 2**18
+_AT_ONCE = 2**16  # scores of all heads: with fewer, what tiles need beside the arithmetic takes longer than it
 _STRIP = 4096  # queries or keys that are prepared at once
 _WORTH_THREADS = 2**24  # scores of a head; with fewer, threads wait for each other's Python more than they gain
 _NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp(-46) are far from the ends of fp32
@@ -60,6 +61,8 @@ class TiledBackend(Backend):
     tiles: tuple[int, int] | None = None  # (block_m, block_n) in place of the heuristic, for tests and pictures
 
     def forward(self, r: Request) -> Output:
+        if self.tiles is None and _is_small_and_plain(r):
+            return _at_once(r)
         top, low = (r.new_stats() if want else None for want in (r.want_max_logits, r.keeps_low))
         o = Output(r.new_out(), r.new_stats(), top, low)
         if r.ragged is not None:  # rows that belong to no sequence
@@ -247,6 +250,27 @@ class Block(NamedTuple):
 
 
 # --- forward --------------------------------------------------------------------------------------
+
+
+def _is_small_and_plain(r: Request) -> bool:
+    changed = any(x is not None for x in (r.mask, r.bias, r.alibi, r.softcap, r.sinks, r.ragged)) or r.dropout_p > 0
+    return not changed and not r.want_max_logits and 0 < r.batch * r.heads * r.len_q * r.len_k <= _AT_ONCE
+
+
+def _at_once(r: Request) -> Output:
+    """A single tile, whose state is that of the whole row."""
+    # The query heads that share a key/value head are rows of one product.
+    q, k, v = (x.reshape(r.batch * r.kv_heads, -1, x.shape[-1]).to(r.state_dtype) for x in (r.q, r.k, r.v))
+    # In the units of the backward, whose scores must be the same. out=: autocast would change the dtype.
+    s = torch.bmm(q * (r.scale * _LOG2E), k.mT, out=q.new_empty(*q.shape[:2], k.shape[1]))
+    m = s.amax(-1, keepdim=True)
+    p = s.sub_(m).exp2_()
+    l = p.sum(-1, keepdim=True)  # noqa: E741 - the field's name for it
+    out = r.new_out()
+    out.copy_(torch.bmm(p, v, out=q.new_empty(*q.shape[:2], r.dim_v)).div_(l).view(out.shape))
+    exact = (m.double() + l.log2()).view(out.shape[:-1]) / _LOG2E
+    lse = exact.to(r.state_dtype)
+    return Output(out, lse, None, (exact - lse).to(r.state_dtype) if r.keeps_low else None)
 
 
 class _Rows(NamedTuple):
