@@ -65,6 +65,7 @@ class Request:
     ragged: Ragged | None = None
     want_lse: bool = False
     want_max_logits: bool = False
+    before_backward: bool = True  # whether a backward may follow
 
     @property
     def batch(self) -> int:
@@ -117,7 +118,7 @@ class Request:
 
         In bf16 and fp16 it is lost in the rounding of P, unless a bias makes scores huge.
         """
-        return self.bias is not None or self.dtype == self.state_dtype
+        return self.before_backward and (self.bias is not None or self.dtype == self.state_dtype)
 
     def grads(self) -> dict[str, bool]:
         """Which inputs a backward pass would have to serve."""

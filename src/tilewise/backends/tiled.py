@@ -13,10 +13,8 @@ Several (batch, key/value head) pairs are computed at once, as one batched matri
 heads that share a key/value head are rows of the same product, so keys and values are never expanded.
 A tile of scores is held transposed, keys by queries: the matrix products then read their operands in memory order,
 which was measured to be a tenth faster. All tile arithmetic is fp32 (fp64 for fp64 inputs). What one side needs is
-prepared for a strip of neighbouring tiles, while the other side's strips stream past. Strips of queries (in the
-backward: blocks of heads) share nothing, and in long sequences threads take one each (``workers``); in short ones the
-threads of each operation share the work. Besides the outputs there exist, for each piece at work, a tile of scores
-(two in the backward), a strip of each side, and the dQ of its heads.
+prepared for a strip of neighbouring tiles, while the other side's strips stream past. Besides the outputs there exist a
+tile of scores over the heads at work (two in the backward), a strip of each side, and the dQ of these heads.
 
 Where nothing is added to the scores they are in units of log2: q comes scaled by scale * log2(e), and exp is exp2,
 which is as exact and which PyTorch's CPU kernels compute several times faster.
@@ -27,14 +25,13 @@ Source: Dao et al. 2022, "FlashAttention", algorithms 1-4; Dao 2023, "FlashAtten
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import state, workers
+from .. import state
 from ..dispatch import Backend, Grads, Output, Saved
 from ..masks import PARTIAL, Band, Grid, Patch
 from ..philox import dropout_keep
@@ -42,15 +39,13 @@ from ..request import NEG_INF, Request, Sequence, distance
 from ..state import State
 from ..tilemap import Tile, TileMap, tile_map
 
-T = TypeVar("T")
-
-# Elements of a tile of scores over all heads at work: so many that an operation takes longer than its Python, so few
-# that the tile stays in the caches from one pass over it to the next. Measured with benchmarks/cpu.py.
-_SCORES = 2**20  # 4 MiB in fp32, for all cores
-_SCORES_OF_A_THREAD = 2**18
+# Elements of a tile of scores over all heads at work, for each thread: so many that an operation takes longer than its
+# Python and than its threads' waiting for each other, so few that the tile stays in the caches from one pass over it to
+# the next. Measured with benchmarks/cpu.py on two cores.
+_SCORES = 2**19  # 2 MiB in fp32
+_MOST_THREADS = 16  # that a tile grows with
 _AT_ONCE = 2**16  # scores of all heads: with fewer, what tiles need beside the arithmetic takes longer than it
 _STRIP = 4096  # queries or keys that are prepared at once
-_WORTH_THREADS = 2**24  # scores of a head; with fewer, threads wait for each other's Python more than they gain
 _NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp(-46) are far from the ends of fp32
 _LOG2E = math.log2(math.e)
 
@@ -70,14 +65,11 @@ class TiledBackend(Backend):
             for x, empty in ((o.lse, NEG_INF), (o.max_logits, NEG_INF), (o.lse_low, 0.0)):
                 if x is not None:
                     x.fill_(empty)
-        blocks = [work for seq in r.sequences() for work in self.blocks(r, seq)]
-        length = _STRIP  # shorter, where the threads would have few pieces each to even out
-        while _threaded(r) and length > 256 and len(blocks) * -(-r.len_q // length) < 2 * workers.count():
-            length //= 2
-        pieces = [(w, strip) for w in blocks for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m, length)]
-        pieces.sort(key=lambda piece: piece[1].at.start, reverse=True)  # the longest first, if causal
         near = _all_near_zero(r)
-        _run(r, [partial(_forward, w, strip, near, o) for w, strip in pieces])
+        for seq in r.sequences():
+            for w in self.blocks(r, seq):
+                for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m):
+                    _forward(w, strip, near, o)
         return o
 
     def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
@@ -88,17 +80,9 @@ class TiledBackend(Backend):
                 grads.add_sinks(w, saved)
         if not grads.any_scores:
             return grads.finish(r)
-        lanes: dict[tuple[int, int], list[Block]] = {}
+        near = _all_near_zero(r)
         for w in blocks:
-            lanes.setdefault(grads.lane(w), []).append(w)
-        parts, near = workers.count() if _threaded(r) else 1, _all_near_zero(r)
-        if len(lanes) >= parts or not grads.keys_apart:
-            _run(r, [partial(_backward_lane, lane, near, saved, grads) for lane in lanes.values()])
-        else:  # too few for all threads: each takes a part of the keys, and sums up a dQ of its own
-            for w in blocks:
-                pieces = [partial(_backward, w, slice(n, None, parts), near, saved, grads) for n in range(parts)]
-                dqs = _run(r, pieces)
-                _put_dq(w, [sum(x[1:], start=x[0]) for x in zip(*dqs, strict=True)], grads)
+            _backward(w, near, saved, grads)
         return grads.finish(r)
 
     def block_shape(self, r: Request, seq: Sequence) -> tuple[int, int]:
@@ -108,7 +92,7 @@ class TiledBackend(Backend):
         m, n = (512, 512) if r.mask is None else (128, 512)
         m = max(16, m // r.group)  # the rows of a group are stacked
         if seq.len_q * r.group < m:  # few queries (decoding): longer tiles of keys for the same work
-            n = max(n, _room(r) // (4 * max(seq.len_q * r.group, 1)))
+            n = max(n, _room() // (4 * max(seq.len_q * r.group, 1)))
         return max(1, min(m, seq.len_q)), max(1, min(n, seq.len_k))
 
     def blocks(self, r: Request, seq: Sequence) -> Iterator[Block]:
@@ -116,7 +100,7 @@ class TiledBackend(Backend):
         m, n = self.block_shape(r, seq)
         grid = Grid(r.batch, r.heads, seq.len_q, seq.len_k, m, n, r.device)
         tiles = tile_map(r.mask, grid)
-        pairs = max(1, _room(r) // (m * n * r.group))
+        pairs = max(1, _room() // (m * n * r.group))
         kv_step = min(pairs, r.kv_heads)
         batch_step = max(1, pairs // r.kv_heads)
         same = tiles.block(seq.batch, slice(None)) if tiles.table.shape[:2] == (1, 1) else None
@@ -128,11 +112,6 @@ class TiledBackend(Backend):
                 yield Block(r, seq, tiles, same or tiles.block(batch, heads), batch, kv)
 
 
-def _run(r: Request, pieces: Iterable[Callable[[], T]]) -> list[T]:
-    """Their results. Threads share them out where each has much to do; else the threads of each operation do."""
-    return workers.run(list(pieces)) if _threaded(r) else [piece() for piece in pieces]
-
-
 def _unit(r: Request) -> float:
     """What a natural score is multiplied by, so that P is exp2 of it: log2(e); 1 where it must stay natural, for exp.
 
@@ -141,12 +120,8 @@ def _unit(r: Request) -> float:
     return 1.0 if r.bias is not None or r.alibi is not None or r.want_max_logits else _LOG2E
 
 
-def _threaded(r: Request) -> bool:
-    return r.device.type == "cpu" and r.len_q * r.len_k >= _WORTH_THREADS
-
-
-def _room(r: Request) -> int:
-    return _SCORES_OF_A_THREAD if _threaded(r) else _SCORES
+def _room() -> int:
+    return _SCORES * min(torch.get_num_threads(), _MOST_THREADS)
 
 
 class Strip(NamedTuple):
@@ -156,8 +131,8 @@ class Strip(NamedTuple):
     at: slice  # their queries or keys
 
 
-def _strips(length: int, block: int, at_most: int | None = None) -> Iterator[Strip]:
-    whole, step = length // block, max(1, (at_most or _STRIP) // block)
+def _strips(length: int, block: int) -> Iterator[Strip]:
+    whole, step = length // block, max(1, _STRIP // block)
     for i in range(0, whole, step):
         tiles = range(i, min(i + step, whole))
         yield Strip(tiles, slice(tiles.start * block, tiles.stop * block))
@@ -266,9 +241,10 @@ def _at_once(r: Request) -> Output:
     m = s.amax(-1, keepdim=True)
     p = s.sub_(m).exp2_()
     l = p.sum(-1, keepdim=True)  # noqa: E741 - the field's name for it
-    out = r.new_out()
-    out.copy_(torch.bmm(p, v, out=q.new_empty(*q.shape[:2], r.dim_v)).div_(l).view(out.shape))
-    exact = (m.double() + l.log2()).view(out.shape[:-1]) / _LOG2E
+    out = torch.bmm(p, v, out=q.new_empty(*q.shape[:2], r.dim_v)).div_(l).view(*r.q.shape[:3], r.dim_v)
+    if out.dtype != r.dtype or not r.q.is_contiguous():
+        out = r.new_out().copy_(out)
+    exact = ((m.double() if r.keeps_low else m) + l.log2_()).view(out.shape[:-1]).div_(_LOG2E)
     lse = exact.to(r.state_dtype)
     return Output(out, lse, None, (exact - lse).to(r.state_dtype) if r.keeps_low else None)
 
@@ -470,17 +446,12 @@ class _Keys(NamedTuple):
     dv: Tensor | None
 
 
-def _backward_lane(lane: list[Block], near: bool, saved: Saved, grads: _Gradients) -> None:
-    for w in lane:
-        _put_dq(w, _backward(w, slice(None), near, saved, grads), grads)
-
-
-def _backward(w: Block, part: slice, near: bool, saved: Saved, grads: _Gradients) -> list[Tensor]:
-    """Write dK and dV of a part of the block's strips of keys. Their part of dQ / scale, by strips of queries."""
+def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients) -> None:
+    """Write dQ, dK and dV of the block, and add to what else is asked for."""
     grid, scratch = w.tiles.grid, _Scratch(w)
     strips = list(_strips(grid.len_q, grid.block_m))
     dq = [] if grads.q is None else [_no_dq(w, strip) for strip in strips]
-    for keys in list(_strips(grid.len_k, grid.block_n))[part]:
+    for keys in _strips(grid.len_k, grid.block_n):
         y = _no_dkdv(w, keys, grads)
         ys, clean_y = _unbind(y), _finite(y.k1, y.v1)
         for b, strip in enumerate(strips):
@@ -497,13 +468,9 @@ def _backward(w: Block, part: slice, near: bool, saved: Saved, grads: _Gradients
                     _backward_tile(w, tile, x_i, y_c, dq[b][n] if dq else None, grads, scratch, near, clean)
         w.put_keys(grads.k, keys, y.dk)
         w.put_keys(grads.v, keys, y.dv)
-    return dq
-
-
-def _put_dq(w: Block, dq: list[Tensor], grads: _Gradients) -> None:
     if grads.q is not None:
-        for strip, x in zip(_strips(w.tiles.grid.len_q, w.tiles.grid.block_m), dq, strict=True):
-            w.put_queries(grads.q, strip, x.mul_(w.r.scale).mT)
+        for strip, part in zip(strips, dq, strict=True):
+            w.put_queries(grads.q, strip, part.mul_(w.r.scale).mT)
 
 
 def _no_dq(w: Block, strip: Strip) -> Tensor:
@@ -617,17 +584,6 @@ class _Gradients:
             summed(n, x) for n, x in (("bias", r.bias), ("alibi", r.alibi), ("sinks", r.sinks))
         )
         self.any_scores = any(g is not None for g in (self.q, self.k, self.v, self.bias, self.alibi))
-        shared = [
-            _broadcast_dims(r, g if g.dim() == 4 else g[:, :, None, None])
-            for g in (self.bias, self.alibi)
-            if g is not None
-        ]
-        self._batch_shared, self._heads_shared, _, keys_shared = (any(d in dims for dims in shared) for d in range(4))
-        self.keys_apart = not keys_shared  # whether two tiles of keys never add to the same element
-
-    def lane(self, w: Block) -> tuple[int, int]:
-        """Blocks of different lanes never add to the same element of a gradient."""
-        return 0 if self._batch_shared else w.batch.start, 0 if self._heads_shared else w.kv.start
 
     def add_bias(self, w: Block, tile: Tile, ds: Tensor) -> None:
         if self.bias is None and self.alibi is None:
