@@ -318,9 +318,9 @@ def _scores(
     """
     r, tanh = w.r, None
     if r.softcap is None:
-        s = torch.bmm(k, q, out=scratch.tile(0, k.shape[1], q.shape[2]))
+        s = _product(k, q, scratch.tile(0, k.shape[1], q.shape[2]))
     else:
-        tanh = torch.bmm(k, q, out=scratch.tile(2, k.shape[1], q.shape[2])).div_(r.softcap).tanh_()
+        tanh = _product(k, q, scratch.tile(2, k.shape[1], q.shape[2])).div_(r.softcap).tanh_()
         s = torch.mul(tanh, r.softcap * _unit(r), out=scratch.tile(0, k.shape[1], q.shape[2]))
     if tile.verdict != PARTIAL and r.bias is None and r.alibi is None:
         return s, None, tanh
@@ -329,8 +329,8 @@ def _scores(
     bias = r.bias_tile(w.patch(tile)) if r.bias is not None or r.alibi is not None else None
     if bias is not None:
         by_head.add_(w.split(bias))
-        allowed = bias != NEG_INF  # -inf excludes as False does: not even a NaN shines through
-        if not bool(allowed.all()):
+        if not bool(bias.amin() > NEG_INF):  # -inf excludes as False does: not even a NaN shines through
+            allowed = bias != NEG_INF
             keep = allowed if keep is None else keep & allowed
     if keep is not None and not near:
         by_head.masked_fill_(w.split(~keep), NEG_INF)
@@ -558,8 +558,8 @@ def _dscores(
     """dS = P * (dP - delta), before the softcap, (n, k, group * m)."""
     room = scratch.tile(1, *p.shape[1:])
     if dropped is None:
-        return torch.bmm(v1, x.do1, out=room).mul_(p)
-    ds = torch.bmm(v1[..., :-1], x.do1[:, :-1], out=room)
+        return _product(v1, x.do1, room).mul_(p)
+    ds = _product(v1[..., :-1], x.do1[:, :-1], room)
     w.by_head(ds, tile).masked_fill_(dropped, 0).mul_(_survivor_weight(w.r))
     return ds.sub_(x.delta[:, None]).mul_(p)
 
@@ -576,8 +576,9 @@ class _Gradients:
         def summed(name: str, x: Tensor | None) -> Tensor | None:
             if name not in needs or x is None:
                 return None
-            once = name == "bias" and not _broadcast_dims(r, x)  # every element written once: no need to sum in fp32
-            return torch.zeros_like(x, dtype=None if once else r.state_dtype)
+            if name == "bias" and not _broadcast_dims(r, x):  # every element is written once, or if masked not at all
+                return torch.empty_like(x) if r.mask is None and r.ragged is None else torch.zeros_like(x)
+            return torch.zeros_like(x, dtype=r.state_dtype)
 
         self.q, self.k, self.v = written("q", r.q), written("k", r.k), written("v", r.v)
         self.bias, self.alibi, self.sinks = (
@@ -591,7 +592,11 @@ class _Gradients:
         patch, by_head = w.patch(tile), w.by_head(ds, tile)
         if self.bias is not None:
             over = [x for d in _broadcast_dims(w.r, self.bias) for x in ((0,), (1, 2), (3,), (4,))[d]]
-            w.split(patch.take(self.bias)).add_(by_head.sum(over, keepdim=True) if over else by_head)
+            to = w.split(patch.take(self.bias))
+            if over:
+                to.add_(by_head.sum(over, keepdim=True))
+            else:
+                to.copy_(by_head)
         if self.alibi is not None:
             per_head = -(by_head * distance(patch)).sum((3, 4)).flatten(1)  # (nb, nh)
             to = patch.take(self.alibi[:, :, None, None])[:, :, 0, 0]
@@ -639,7 +644,11 @@ class _Scratch:
             size = self.w.pairs * rows * cols
             if which not in self.buffers or self.buffers[which].numel() < size:
                 self.buffers[which] = torch.empty(size, dtype=self.w.r.state_dtype, device=self.w.r.device)
-            self.views[which, rows, cols] = self.buffers[which][:size].view(self.w.pairs, rows, cols)
+            buffer = self.buffers[which][:size]
+            # A bias is read, and its gradient written, in the order of its memory: queries by keys.
+            by_query = self.w.r.bias is not None
+            x = buffer.view(self.w.pairs, cols, rows).mT if by_query else buffer.view(self.w.pairs, rows, cols)
+            self.views[which, rows, cols] = x
         return self.views[which, rows, cols]
 
     def keep(self, tile: Tile) -> Tensor | None:
@@ -703,6 +712,14 @@ def _finite(*xs: Tensor) -> bool:
     for x in xs[1:]:
         total = total + x.sum()
     return bool(torch.isfinite(total))
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a @ b in ``out``, in the order of its memory: the other one would be copied to it."""
+    if out.is_contiguous():
+        return torch.bmm(a, b, out=out)
+    torch.bmm(b.mT, a.mT, out=out.mT)
+    return out
 
 
 def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
