@@ -263,13 +263,24 @@ def mask(s, j0, i0, end, z, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl
 
 
 @gluon.jit
+def crossing(p, dtype: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr):
+    """P as it crosses from one round of the loop to the next: as its product takes it or, WIDE, in fp32."""
+    if WIDE:
+        return p
+    else:
+        return gl.convert_layout(p.to(dtype), LAYOUT)
+
+
+@gluon.jit
 def fold(
-    acc, p, l_i, m_i, it, t, n, j0, i0, end, q, k, v, z, qk_scale, W: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    acc, p_wide, l_i, m_i, it, t, n, masked, j0, i0, end, q, k, v, z, qk_scale, W: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """P V of block t - 1, and of block t the scores, the maximum and P. it: number of block t - 1 in the rings."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     slot, following = it % STAGES, (it + 1) % STAGES
+    p = gl.convert_layout(p_wide.to(q.dtype), P_LAYOUT)
     await_turn(W)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     k_t = k.data.index(following).reshape([BLOCK_N, D]).permute((1, 0))
@@ -278,21 +289,22 @@ def fold(
     acc_run = warpgroup_mma(p, v.data.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_run])
     release(k, following)
-    if MASKED:
-        s = mask(s, j0, i0, end, z, BLOCK_N, LEFT, RIGHT)
+    if LEFT or RIGHT:  # without, only the first block can have an end in it
+        if masked:
+            s = mask(s, j0, i0, end, z, BLOCK_N, LEFT, RIGHT)
     m_new = gl.maximum(m_i, row_max(s, BLOCK_N) * qk_scale)
     alpha = gl.exp2(m_i - m_new)
-    p_new = gl.exp2(s * qk_scale - m_new[:, None])
-    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + row_sum(p_new, BLOCK_N)
+    p_wide = gl.exp2(s * qk_scale - m_new[:, None])
+    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + row_sum(p_wide, BLOCK_N)
     # What the next turn needs is awaited here. Polling a barrier ends the basic block: else ptxas would move the
     # exponentials behind the wait for P V, and nothing would overlap.
     await_full(v, it + 1, STAGES)
     await_full(k, it + 2, STAGES, pred=t + 1 < n)
-    acc, _p, p_new = warpgroup_mma_wait(0, deps=[acc_run, p, p_new])  # p: its registers are read until here
-    p = gl.convert_layout(p_new.to(q.dtype), p.type.layout)
+    acc, _p, p_wide = warpgroup_mma_wait(0, deps=[acc_run, p, p_wide])  # p: its registers are read until here
+    p_wide = crossing(p_wide, q.dtype, P_LAYOUT, WIDE)
     release(v, slot)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, p, l_i, m_new
+    return acc, p_wide, l_i, m_new
 
 
 # --- beside things that are not numbers -----------------------------------------------------------
@@ -418,8 +430,8 @@ def again(
 @gluon.jit
 def consumer(
     W: gl.constexpr, o_desc, q_ring, k, v, o_s, ids, lse, top, lengths, z, n_tiles, qk_scale, pointers, strides,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -453,36 +465,24 @@ def consumer(
         m_i = gl.maximum(row_max(s, BLOCK_N) * qk_scale, LOWEST)
         p_wide = gl.exp2(s * qk_scale - m_i[:, None])
         l_i = row_sum(p_wide, BLOCK_N)
-        p = gl.convert_layout(p_wide.to(q.dtype), P_LAYOUT)
+        p_wide = crossing(p_wide, q.dtype, P_LAYOUT, WIDE)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
         await_full(v, it, STAGES)
         await_full(k, it + 1, STAGES, pred=n > 1)
 
-        if RIGHT:
-            for j in range(1, right):
-                acc, p, l_i, m_i = fold(
-                    acc, p, l_i, m_i, it, j, n, j0 - j * BLOCK_N, i0, end, q, k, v, z, qk_scale, W, True, BLOCK_N,
-                    STAGES, D, LEFT, RIGHT,
-                )  # fmt: skip
-                it += 1
-        for j in range(max(right, 1), right + full):
-            acc, p, l_i, m_i = fold(
-                acc, p, l_i, m_i, it, j, n, 0, 0, 0, q, k, v, z, qk_scale, W, False, BLOCK_N, STAGES, D, LEFT, RIGHT
-            )
+        for j in range(1, n):
+            acc, p_wide, l_i, m_i = fold(
+                acc, p_wide, l_i, m_i, it, j, n, (j < right) | (j >= right + full), j0 - j * BLOCK_N, i0, end, q, k, v, z,
+                qk_scale, W, BLOCK_N, STAGES, WIDE, D, LEFT, RIGHT,
+            )  # fmt: skip
             it += 1
-        if LEFT:
-            for j in range(max(right + full, 1), n):
-                acc, p, l_i, m_i = fold(
-                    acc, p, l_i, m_i, it, j, n, j0 - j * BLOCK_N, i0, end, q, k, v, z, qk_scale, W, True, BLOCK_N,
-                    STAGES, D, LEFT, RIGHT,
-                )  # fmt: skip
-                it += 1
 
         slot = it % STAGES
+        p = gl.convert_layout(p_wide.to(q.dtype), P_LAYOUT)
         mbarrier.arrive(q_ring.empty.index(W), count=1)
         acc_run = warpgroup_mma(p, v.data.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
-        sums = gl.convert_layout(gl.sum(l_i, 1), ROW)
         acc = warpgroup_mma_wait(0, deps=[acc_run])
+        sums = gl.convert_layout(gl.sum(l_i, 1), ROW)
         release(v, slot)
         it += 1
 
@@ -531,7 +531,7 @@ def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse, top, lengths, counter, heads, group, len_q, len_k, n_m, pairs, section,
     n_tiles, low, high, qk_scale, q_ptr, k_ptr, v_ptr, q_b: gl.int64, q_h: gl.int64, q_l: gl.int64, k_b: gl.int64,
     k_h: gl.int64, k_l: gl.int64, v_b: gl.int64, v_h: gl.int64, v_l: gl.int64, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     q = ring(tiles(q_desc, 2, ROWS, D), 2, 1)
     k = ring(tiles(k_desc, STAGES, BLOCK_N, D), STAGES, 2)
@@ -546,12 +546,12 @@ def forward_kernel(
             (
                 consumer,
                 (0, o_desc, q, k, v, o_s, ids, lse, top, lengths, z, n_tiles, qk_scale, pointers, strides,
-                 BLOCK_N, STAGES, D, LEFT, RIGHT, counter is not None),
+                 BLOCK_N, STAGES, WIDE, D, LEFT, RIGHT, counter is not None),
             ),
             (
                 consumer,
                 (1, o_desc, q, k, v, o_s, ids, lse, top, lengths, z, n_tiles, qk_scale, pointers, strides,
-                 BLOCK_N, STAGES, D, LEFT, RIGHT, counter is not None),
+                 BLOCK_N, STAGES, WIDE, D, LEFT, RIGHT, counter is not None),
             ),
             (
                 producer,

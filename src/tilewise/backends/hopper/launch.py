@@ -1,0 +1,150 @@
+"""From a Request to a launch of the kernel: the mask as a band, tensors as TMA describes them, compiled kernels."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...dispatch import Output
+from ...masks import All, Band, Lengths, Mask
+from ...request import NEG_INF, Request
+from . import config
+
+_FAR = 2**29  # beyond every position, and sums of three of it fit 32 bits
+_LOG2E = math.log2(math.e)
+
+
+class Kept(NamedTuple):
+    """The keys j that row i keeps: low <= j - i <= high, where not None, and j < lengths[b]."""
+
+    low: int | None = None
+    high: int | None = None
+    lengths: Tensor | None = None
+
+
+def kept(mask: Mask | None, len_q: int, len_k: int) -> Kept | None:
+    """A mask as ``Kept``; None if it is another kind."""
+    if mask is None:
+        return Kept()
+    if isinstance(mask, Band):
+        offset = mask.offset(len_q, len_k)
+        return Kept(
+            None if mask.left is None else offset - mask.left, None if mask.right is None else offset + mask.right
+        )
+    if isinstance(mask, Lengths) and mask.axis == 1 and mask.side == "right":
+        return Kept(lengths=mask.lengths)
+    if not isinstance(mask, All):
+        return None
+    terms = [kept(t, len_q, len_k) for t in mask.terms]
+    lows, highs, lengths = ([t[n] for t in terms if t is not None and t[n] is not None] for n in range(3))
+    if None in terms or len(lengths) > 1:
+        return None
+    return Kept(max(lows, default=None), min(highs, default=None), lengths[0] if lengths else None)
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """(batch, head, row) of a (B, H, L, D) tensor. That of a dim of size 1 is never used: any that TMA takes."""
+    b, h, n = (s if size > 1 else 8 for s, size in zip(x.stride()[:3], x.shape[:3], strict=True))
+    return b, h, n
+
+
+def describable(x: Tensor) -> bool:
+    """Whether TMA can load tiles of x: channels side by side, rows and base at multiples of 16 bytes."""
+    apart = (*strides(x), x.storage_offset())
+    return x.stride(3) == 1 and all(n % 8 == 0 for n in apart) and all(n > 0 for n in apart[:3])
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy where memory from outside PyTorch begins at an odd address."""
+    return x if x.data_ptr() % 16 == 0 else x.contiguous(memory_format=torch.preserve_format).clone()
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _counter(device: torch.device, stream: int) -> Tensor:
+    """The number of the next tile to work on, and of programs that are done: two zeros, which a launch leaves as zeros.
+
+    One pair for each stream, where launches follow each other. A graph may run beside them: it gets its own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = device.index, stream
+    if key not in _counters:
+        _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+_compiled: dict[tuple, Any] = {}
+
+
+def _launch(grid: int, stream: int, key: tuple, args: tuple) -> None:
+    """``forward_kernel[(grid,)](*args)``, without asking again for what ``key`` says of the arguments."""
+    from triton import knobs
+
+    from .kernel import forward_kernel
+
+    if key not in _compiled or knobs.runtime.launch_enter_hook is not None:
+        _compiled[key] = forward_kernel[(grid,)](*args, num_warps=4)
+    else:
+        k = _compiled[key]
+        k.run(grid, 1, 1, stream, k.function, k.packed_metadata, None, None, None, *args)
+
+
+@lru_cache
+def _layout(rows: int, dim: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for(
+        [1, 1, rows, dim], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    )
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    dim = x.shape[3]
+    return TensorDescriptor(x, list(x.shape), [*strides(x), 1], [1, 1, rows, dim], _layout(rows, dim, x.dtype))
+
+
+def forward(r: Request) -> Output:
+    """Launch the forward."""
+    o = Output(r.new_out(), r.new_stats(), r.new_stats() if r.want_max_logits else None)
+    assert o.lse is not None
+    if o.out.numel() == 0 or r.len_k == 0:
+        o.out.zero_()
+        for x in (o.lse, o.max_logits):
+            if x is not None:
+                x.fill_(NEG_INF)
+        return o
+    keep = kept(r.mask, r.len_q, r.len_k)
+    assert keep is not None
+    left, right = keep.low is not None, keep.high is not None
+    low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
+    cfg = config.choose(r.dim, left or right)
+    tiles = -(-r.len_q // config.BLOCK_M)
+    pairs = r.batch * r.heads
+    section = max(1, config.L2_BYTES // (4 * r.len_k * r.dim)) * r.group
+    with torch.cuda.device(r.device):
+        stream = torch._C._cuda_getCurrentRawStream(r.device.index)
+        lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
+        counter = _counter(r.device, stream) if left or right or lengths is not None else None
+        q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
+        args = (
+            _descriptor(q, 64), _descriptor(k, cfg.block_n), _descriptor(v, cfg.block_n), _descriptor(o.out, 64),
+            o.lse, o.max_logits, lengths, counter, r.heads, r.group, r.len_q, r.len_k, tiles, pairs,
+            min(section, pairs), tiles * pairs, low, high, r.scale * _LOG2E, q, k, v, *strides(q), *strides(k),
+            *strides(v), r.dim, cfg.block_n, cfg.stages, cfg.wide, left, right,
+        )  # fmt: skip
+        kinds = r.device.index, r.dtype, r.dim, left, right, r.want_max_logits, lengths is None or lengths.dtype
+        _launch(min(processors(r.device), tiles * pairs), stream, kinds, args)
+    return o
