@@ -102,6 +102,12 @@ def work(t, z, lengths, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.con
     return row, b, pair - b * z.heads, end, last, right, full, n
 
 
+@gluon.constexpr_function
+def wgmma_layout(n):
+    """Of the result of a product with n columns, in the registers of a warp group."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+
+
 # --- the pipeline ---------------------------------------------------------------------------------
 
 
@@ -245,10 +251,9 @@ def row_sum(p, BLOCK_N: gl.constexpr):
 @gluon.jit
 def kept(j, i, end, low, high, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Bool (M, N): keys j (N,) that rows i (M,) attend to."""
+    keep = (j < end)[None, :]
     if RIGHT:
         keep = j[None, :] <= gl.minimum(i + high, end - 1)[:, None]
-    else:
-        keep = (j < end)[None, :]
     if LEFT:
         keep = keep & (j[None, :] >= (i + low)[:, None])
     return keep
@@ -277,7 +282,7 @@ def fold(
     STAGES: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """P V of block t - 1, and of block t the scores, the maximum and P. it: number of block t - 1 in the rings."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    S_LAYOUT: gl.constexpr = wgmma_layout(BLOCK_N)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     slot, following = it % STAGES, (it + 1) % STAGES
     p = gl.convert_layout(p_wide.to(q.dtype), P_LAYOUT)
@@ -289,7 +294,7 @@ def fold(
     acc_run = warpgroup_mma(p, v.data.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_run])
     release(k, following)
-    if LEFT or RIGHT:  # without, only the first block can have an end in it
+    if LEFT or RIGHT:  # without, only the first block can have an end in it  # noqa: SIM102 - decided when compiling
         if masked:
             s = mask(s, j0, i0, end, z, BLOCK_N, LEFT, RIGHT)
     m_new = gl.maximum(m_i, row_max(s, BLOCK_N) * qk_scale)
@@ -346,8 +351,8 @@ def careful(
     RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of rows i0 .. i0 + 64, which keep keys of first .. end."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    S_LAYOUT: gl.constexpr = wgmma_layout(ROWS)
+    O_LAYOUT: gl.constexpr = wgmma_layout(D)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
@@ -404,9 +409,7 @@ def again(
     D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """The tiles of a chain, carefully."""
-    ROW: gl.constexpr = gl.SliceLayout(
-        1, gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    )
+    ROW: gl.constexpr = gl.SliceLayout(1, wgmma_layout(D))
     q, k, v = pointers
     stage = o_s.index(W).reshape([ROWS, D])
     while chain > 0:
@@ -433,8 +436,8 @@ def consumer(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    S_LAYOUT: gl.constexpr = wgmma_layout(BLOCK_N)
+    O_LAYOUT: gl.constexpr = wgmma_layout(D)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     q = q_ring.data.index(W).reshape([ROWS, D])
@@ -472,8 +475,8 @@ def consumer(
 
         for j in range(1, n):
             acc, p_wide, l_i, m_i = fold(
-                acc, p_wide, l_i, m_i, it, j, n, (j < right) | (j >= right + full), j0 - j * BLOCK_N, i0, end, q, k, v, z,
-                qk_scale, W, BLOCK_N, STAGES, WIDE, D, LEFT, RIGHT,
+                acc, p_wide, l_i, m_i, it, j, n, (j < right) | (j >= right + full), j0 - j * BLOCK_N, i0, end, q, k, v,
+                z, qk_scale, W, BLOCK_N, STAGES, WIDE, D, LEFT, RIGHT,
             )  # fmt: skip
             it += 1
 

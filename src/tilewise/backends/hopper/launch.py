@@ -39,11 +39,15 @@ def kept(mask: Mask | None, len_q: int, len_k: int) -> Kept | None:
         return Kept(lengths=mask.lengths)
     if not isinstance(mask, All):
         return None
-    terms = [kept(t, len_q, len_k) for t in mask.terms]
-    lows, highs, lengths = ([t[n] for t in terms if t is not None and t[n] is not None] for n in range(3))
-    if None in terms or len(lengths) > 1:
-        return None
-    return Kept(max(lows, default=None), min(highs, default=None), lengths[0] if lengths else None)
+    total = Kept()
+    for term in mask.terms:
+        k = kept(term, len_q, len_k)
+        if k is None or (k.lengths is not None and total.lengths is not None):
+            return None
+        lows, highs = ([x for x in pair if x is not None] for pair in ((total.low, k.low), (total.high, k.high)))
+        lengths = k.lengths if total.lengths is None else total.lengths
+        total = Kept(max(lows, default=None), min(highs, default=None), lengths)
+    return total
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
@@ -130,7 +134,7 @@ def forward(r: Request) -> Output:
     assert keep is not None
     left, right = keep.low is not None, keep.high is not None
     low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
-    cfg = config.choose(r.dim, left or right)
+    cfg = config.choose(r.dim, r.mask is not None)
     tiles = -(-r.len_q // config.BLOCK_M)
     pairs = r.batch * r.heads
     section = max(1, config.L2_BYTES // (4 * r.len_k * r.dim)) * r.group
