@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import lru_cache
 
 import torch
 
@@ -65,12 +66,14 @@ class HopperBackend(Backend):
         return backward(r, saved, needs)
 
 
+@lru_cache
 def triton_version() -> str:
     import triton
 
     return triton.__version__
 
 
+@lru_cache
 def capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability; None on AMD."""
     return None if torch.version.hip is not None else torch.cuda.get_device_capability(device)

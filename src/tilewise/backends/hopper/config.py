@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HEAD_DIMS = (64, 128)
-BLOCK_M = 128  # two consumers of the 64 rows that wgmma takes
+ROWS = 64  # of a consumer: what one warp group of wgmma takes
+BLOCK_M = 2 * ROWS
 L2_BYTES = 32 * 2**20  # keys and values of the heads that are worked on at a time: what is reused of the 50 MB
 
 

@@ -323,9 +323,10 @@ def fold(
 
 
 @gluon.jit
-def any_odd(x):
-    """1 if a NaN or an infinity is in x, else 0."""
-    return gl.max(gl.max(gl.where(gl.abs(x) < INF, 0, 1), 1), 0)
+def is_odd(x):
+    """Whether a NaN or an infinity is in x (M, N): 0 times it is NaN, and so is a sum with NaN in it."""
+    total = gl.sum(gl.sum(x * 0.0, 1), 0)
+    return total != total
 
 
 @gluon.jit
@@ -346,6 +347,20 @@ def staged(stage, x):
 
 
 @gluon.jit
+def careful_scores(
+    q, k, stage, j0, i0, k_stride, end, z, qk_scale, LAYOUT: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Scaled scores of 64 keys from j0 on, -inf where not kept; and what is kept."""
+    k_t = staged(stage, load_rows(k, j0, z.len_k, k_stride, D)).permute((1, 0))
+    s = warpgroup_mma(q, k_t, gl.zeros([ROWS, ROWS], gl.float32, LAYOUT), use_acc=False)
+    j = j0 + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+    i = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    keep = kept(j, i, end, z.low, z.high, LEFT, RIGHT)
+    return gl.where(keep, s * qk_scale, -INF), keep
+
+
+@gluon.jit
 def careful(
     q, k, v, q_stride, k_stride, v_stride, stage, i0, first, end, z, qk_scale, D: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
@@ -357,7 +372,6 @@ def careful(
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = stage.dtype
-    i = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     stage.store(load_rows(q, i0, z.len_q, q_stride, D))
     q_tile = stage.load(Q_LAYOUT)
     acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
@@ -365,36 +379,35 @@ def careful(
     l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     odd = gl.to_tensor(0)
     for j0 in range(first, end, ROWS):
-        k_t = staged(stage, load_rows(k, j0, z.len_k, k_stride, D)).permute((1, 0))
-        s = warpgroup_mma(q_tile, k_t, gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT), use_acc=False)
-        s = mask(s, j0, i0, end, z, ROWS, LEFT, RIGHT)
-        m_new = gl.maximum(m_i, gl.max(s, 1) * qk_scale)
+        s, _keep = careful_scores(q_tile, k, stage, j0, i0, k_stride, end, z, qk_scale, S_LAYOUT, D, LEFT, RIGHT)
+        m_new = gl.maximum(m_i, gl.max(s, 1))
         alpha = gl.exp2(m_i - m_new)
-        p = gl.exp2(s * qk_scale - m_new[:, None])
+        p = gl.exp2(s - m_new[:, None])
         l_i = l_i * alpha + gl.sum(p, 1)
         m_i = m_new
-        x = load_rows(v, j0, z.len_k, v_stride, D)
-        odd = gl.maximum(odd, any_odd(x.to(gl.float32)))
-        number = gl.where(gl.abs(x.to(gl.float32)) < INF, x.to(gl.float32), 0.0).to(dtype)
+        x = load_rows(v, j0, z.len_k, v_stride, D).to(gl.float32)
+        odd = gl.where(is_odd(x), 1, odd)
         acc = acc * gl.convert_layout(alpha, ROW)[:, None]
+        number = gl.where(gl.abs(x) < INF, x, 0.0).to(dtype)
         acc = warpgroup_mma(gl.convert_layout(p.to(dtype), P_LAYOUT), staged(stage, number), acc)
     none = l_i == 0
-    weight = gl.convert_layout(1.0 / gl.where(none, 1.0, l_i), ROW)
-    lse = gl.convert_layout(gl.where(none, -INF, m_i * LN2 + gl.log(l_i)), ROW)
-    acc = acc * weight[:, None]
+    acc = acc * gl.convert_layout(1.0 / gl.where(none, 1.0, l_i), ROW)[:, None]
     if odd > 0:
-        for kind in range(3):  # NaN, inf, -inf: which rows attend to one, in each channel
-            what = gl.where(kind == 0, float("nan"), gl.where(kind == 1, INF, -INF))
+        for kind in range(4):  # which rows keep, in each channel: a NaN; inf and -inf of a weight > 0, and of weight 0
+            value = gl.where(kind == 1, INF, -INF)
+            adds = gl.where((kind == 0) | (kind == 3), float("nan"), value)
             count = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
             for j0 in range(first, end, ROWS):
-                j = j0 + gl.arange(0, ROWS, gl.SliceLayout(0, S_LAYOUT))
-                keep = kept(j, i, end, z.low, z.high, LEFT, RIGHT)
-                one = gl.where(keep, gl.full([ROWS, ROWS], 1.0, gl.float32, S_LAYOUT), 0.0).to(dtype)
+                s, keep = careful_scores(q_tile, k, stage, j0, i0, k_stride, end, z, qk_scale, S_LAYOUT, D, LEFT, RIGHT)
+                no_weight = gl.exp2(s - m_i[:, None]) == 0
+                keep = keep & ((kind == 0) | (no_weight == (kind == 3)))
                 x = load_rows(v, j0, z.len_k, v_stride, D).to(gl.float32)
-                found = gl.where((x == what) | ((kind == 0) & (x != x)), 1.0, 0.0).to(dtype)
-                count = warpgroup_mma(gl.convert_layout(one, P_LAYOUT), staged(stage, found), count)
-            acc = gl.where(count > 0, acc + what, acc)
-    return acc, lse
+                infinite = (x == value) | ((kind == 3) & (gl.abs(x) == INF))
+                found = ((kind == 0) & (x != x)) | ((kind > 0) & infinite)
+                one = gl.convert_layout(gl.where(keep, 1.0, 0.0).to(dtype), P_LAYOUT)
+                count = warpgroup_mma(one, staged(stage, gl.where(found, 1.0, 0.0).to(dtype)), count)
+            acc = gl.where(count > 0, acc + adds, acc)
+    return acc, gl.convert_layout(gl.where(none, -INF, m_i * LN2 + gl.log(l_i)), ROW)
 
 
 @gluon.jit
@@ -494,11 +507,10 @@ def consumer(
         rows = gl.arange(0, ROWS, ROW)
         inside = i0 + rows < z.len_q
         row_lse = gl.where(none, -INF, m * LN2 + gl.log(sums))
-        found = gl.to_tensor(0)
+        odd = i0 < 0
         if HIDES:
-            if i0 < z.len_q:
-                found = any_odd(acc)
-            if found > 0:
+            odd = is_odd(acc) & (i0 < z.len_q)
+            if odd:
                 row_lse = gl.where(rows == 0, chain.to(gl.float32, bitcast=True), row_lse)
                 chain = t + 1
         gl.store(row_stats(lse, b, h, i0, z) + rows, row_lse, mask=inside)
@@ -508,7 +520,7 @@ def consumer(
         tma.store_wait(0)
         acc = acc * (1.0 / gl.where(none, 1.0, sums))[:, None]
         staged(stage, acc.to(q.dtype))
-        if found == 0:
+        if not odd:
             tma.async_copy_shared_to_global(o_desc, [b, h, i0, 0], o_s.index(W))
 
         if DYNAMIC:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -52,14 +53,14 @@ def kept(mask: Mask | None, len_q: int, len_k: int) -> Kept | None:
 
 def strides(x: Tensor) -> tuple[int, int, int]:
     """(batch, head, row) of a (B, H, L, D) tensor. That of a dim of size 1 is never used: any that TMA takes."""
-    b, h, n = (s if size > 1 else 8 for s, size in zip(x.stride()[:3], x.shape[:3], strict=True))
-    return b, h, n
+    (b, h, n, _), (batch, heads, length, _) = x.stride(), x.shape
+    return b if batch > 1 else 8, h if heads > 1 else 8, n if length > 1 else 8
 
 
 def describable(x: Tensor) -> bool:
     """Whether TMA can load tiles of x: channels side by side, rows and base at multiples of 16 bytes."""
-    apart = (*strides(x), x.storage_offset())
-    return x.stride(3) == 1 and all(n % 8 == 0 for n in apart) and all(n > 0 for n in apart[:3])
+    b, h, n = strides(x)
+    return x.stride(3) == 1 and not (b % 8 or h % 8 or n % 8 or x.storage_offset() % 8) and min(b, h, n) > 0
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -88,36 +89,76 @@ def _counter(device: torch.device, stream: int) -> Tensor:
     return _counters[key]
 
 
-_compiled: dict[tuple, Any] = {}
+class Compiled:
+    """A specialisation of the kernel, launched with little work on the host.
+
+    Triton's own launch looks at every argument for what it would specialise, and encodes each descriptor anew: 60 us,
+    as long as the kernel takes for 1024 keys.
+    """
+
+    def __init__(self, compiled: Any):
+        run = compiled.run
+        self.kernel, self.maps = compiled, compiled.metadata.tensordesc_meta
+        self.how = run.launch_cooperative_grid, run.launch_pdl, None, None  # no scratch memory
+        # run.launch encodes descriptors and calls this one.
+        self.launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]
+
+    def __call__(self, grid: int, stream: int, tensors: tuple[Tensor, ...], rest: tuple) -> None:
+        k, described = self.kernel, []
+        for x, made in zip(tensors, self.maps, strict=True):
+            described += encoded(x.data_ptr(), tuple(x.shape), strides(x), tuple(made.items()))
+        args = k.packed_metadata, None, None, None, *described, *rest
+        self.launch(grid, 1, 1, stream, k.function, *self.how, *args)
 
 
-def _launch(grid: int, stream: int, key: tuple, args: tuple) -> None:
-    """``forward_kernel[(grid,)](*args)``, without asking again for what ``key`` says of the arguments."""
+@lru_cache(4096)
+def encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...], made: tuple) -> tuple:
+    """A descriptor as the kernel's launcher takes it. It says where a tensor is and how it lies, nothing of its life."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return tuple(make_tensordesc_arg(_Descriptor(_Base(address), shape, (*strides, 1)), dict(made)))
+
+
+class _Base(NamedTuple):
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Descriptor(NamedTuple):
+    base: _Base
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str = "zero"
+
+
+_compiled: dict[tuple, Compiled] = {}
+
+
+def _launch(
+    grid: int, stream: int, key: tuple, tensors: tuple[Tensor, ...], rows: tuple[int, ...], rest: tuple
+) -> None:
+    """``forward_kernel[(grid,)]`` of the tensors' descriptors and the rest. key: all that the code depends on."""
     from triton import knobs
 
+    if key in _compiled and knobs.runtime.launch_enter_hook is None:  # a profiler's
+        _compiled[key](grid, stream, tensors, rest)
+        return
     from .kernel import forward_kernel
 
-    if key not in _compiled or knobs.runtime.launch_enter_hook is not None:
-        _compiled[key] = forward_kernel[(grid,)](*args, num_warps=4)
-    else:
-        k = _compiled[key]
-        k.run(grid, 1, 1, stream, k.function, k.packed_metadata, None, None, None, *args)
+    described = (descriptor(x, n) for x, n in zip(tensors, rows, strict=True))
+    _compiled[key] = Compiled(forward_kernel[(grid,)](*described, *rest, num_warps=4))
 
 
-@lru_cache
-def _layout(rows: int, dim: int, dtype: torch.dtype) -> Any:
+def descriptor(x: Tensor, rows: int) -> Any:
+    """Of tiles of so many rows of a (B, H, L, D) tensor."""
     from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for(
-        [1, 1, rows, dim], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    )
-
-
-def _descriptor(x: Tensor, rows: int) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    dim = x.shape[3]
-    return TensorDescriptor(x, list(x.shape), [*strides(x), 1], [1, 1, rows, dim], _layout(rows, dim, x.dtype))
+    block = [1, 1, rows, x.shape[3]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
+    return TensorDescriptor(x, list(x.shape), [*strides(x), 1], block, layout)
 
 
 def forward(r: Request) -> Output:
@@ -143,12 +184,12 @@ def forward(r: Request) -> Output:
         lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
         counter = _counter(r.device, stream) if left or right or lengths is not None else None
         q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
-        args = (
-            _descriptor(q, 64), _descriptor(k, cfg.block_n), _descriptor(v, cfg.block_n), _descriptor(o.out, 64),
+        rest = (
             o.lse, o.max_logits, lengths, counter, r.heads, r.group, r.len_q, r.len_k, tiles, pairs,
             min(section, pairs), tiles * pairs, low, high, r.scale * _LOG2E, q, k, v, *strides(q), *strides(k),
             *strides(v), r.dim, cfg.block_n, cfg.stages, cfg.wide, left, right,
         )  # fmt: skip
-        kinds = r.device.index, r.dtype, r.dim, left, right, r.want_max_logits, lengths is None or lengths.dtype
-        _launch(min(processors(r.device), tiles * pairs), stream, kinds, args)
+        key = r.device.index, r.dtype, r.dim, left, right, r.want_max_logits, lengths is None or lengths.dtype
+        rows = config.ROWS, cfg.block_n, cfg.block_n, config.ROWS
+        _launch(min(processors(r.device), tiles * pairs), stream, key, (q, k, v, o.out), rows, rest)
     return o
