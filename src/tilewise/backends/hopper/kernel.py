@@ -462,8 +462,8 @@ def consumer(
     if W == 1:
         hand_over(1)  # the first turn is that of consumer 0
     t = gl.program_id(0)
+    row, b, h, end, last, right, full, n = work(t, z, lengths, BLOCK_N, LEFT, RIGHT)
     while t < n_tiles:
-        row, b, h, end, last, right, full, n = work(t, z, lengths, BLOCK_N, LEFT, RIGHT)
         i0 = row + W * ROWS
         j0 = (last - 1) * BLOCK_N
         mbarrier.wait(q_ring.full.index(W), done & 1)
@@ -497,6 +497,16 @@ def consumer(
         p = gl.convert_layout(p_wide.to(q.dtype), P_LAYOUT)
         mbarrier.arrive(q_ring.empty.index(W), count=1)
         acc_run = warpgroup_mma(p, v.data.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
+        # What comes next is found out meanwhile.
+        if DYNAMIC:
+            await_full(ids, done, 2)
+            t_next = gl.max(ids.data.index(done & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            release(ids, done & 1)
+        else:
+            t_next = t + gl.num_programs(0)
+        row, b_next, h_next, end, last, right, full, n = work(
+            gl.minimum(t_next, n_tiles - 1), z, lengths, BLOCK_N, LEFT, RIGHT
+        )
         acc = warpgroup_mma_wait(0, deps=[acc_run])
         sums = gl.convert_layout(gl.sum(l_i, 1), ROW)
         release(v, slot)
@@ -523,12 +533,7 @@ def consumer(
         if not odd:
             tma.async_copy_shared_to_global(o_desc, [b, h, i0, 0], o_s.index(W))
 
-        if DYNAMIC:
-            await_full(ids, done, 2)
-            t = gl.max(ids.data.index(done & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            release(ids, done & 1)
-        else:
-            t += gl.num_programs(0)
+        t, b, h = t_next, b_next, h_next
         done += 1
     if HIDES:
         again(chain, W, o_desc, o_s, lse, lengths, z, qk_scale, pointers, strides, BLOCK_N, D, LEFT, RIGHT)

@@ -98,25 +98,29 @@ class Compiled:
 
     def __init__(self, compiled: Any):
         run = compiled.run
-        self.kernel, self.maps = compiled, compiled.metadata.tensordesc_meta
+        self.kernel = compiled
+        maps = compiled.metadata.tensordesc_meta  # of each descriptor: how it lies in shared memory
+        self.maps = tuple(tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in m.items()) for m in maps)
         self.how = run.launch_cooperative_grid, run.launch_pdl, None, None  # no scratch memory
         # run.launch encodes descriptors and calls this one.
         self.launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]
 
     def __call__(self, grid: int, stream: int, tensors: tuple[Tensor, ...], rest: tuple) -> None:
-        k, described = self.kernel, []
+        k = self.kernel
+        described: list[Any] = []
         for x, made in zip(tensors, self.maps, strict=True):
-            described += encoded(x.data_ptr(), tuple(x.shape), strides(x), tuple(made.items()))
+            described += encoded(x.data_ptr(), tuple(x.shape), strides(x), made)
         args = k.packed_metadata, None, None, None, *described, *rest
         self.launch(grid, 1, 1, stream, k.function, *self.how, *args)
 
 
 @lru_cache(4096)
 def encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...], made: tuple) -> tuple:
-    """A descriptor as the kernel's launcher takes it. It says where a tensor is and how it lies, nothing of its life."""
+    """A descriptor as the launcher takes it: where a tensor is and how it lies, whichever tensor that is by now."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    return tuple(make_tensordesc_arg(_Descriptor(_Base(address), shape, (*strides, 1)), dict(made)))
+    meta = {k: list(v) if isinstance(v, tuple) else v for k, v in made}
+    return tuple(make_tensordesc_arg(_Descriptor(_Base(address), list(shape), [*strides, 1]), meta))
 
 
 class _Base(NamedTuple):
@@ -128,8 +132,8 @@ class _Base(NamedTuple):
 
 class _Descriptor(NamedTuple):
     base: _Base
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: list[int]
+    strides: list[int]
     padding: str = "zero"
 
 
