@@ -24,8 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-ROWS = gl.constexpr(64)  # queries of a consumer: what one warp group of wgmma takes
-BLOCK_M = gl.constexpr(128)
+from . import config
+
+ROWS = gl.constexpr(config.ROWS)
+BLOCK_M = gl.constexpr(config.BLOCK_M)
 LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
 # Where maxima start. Finite, so that a row without keys needs no test in the loops: -inf - (-inf) would be NaN.
