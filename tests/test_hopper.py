@@ -170,7 +170,7 @@ BANDS = [
 def test_visits_the_tiles_of_the_tile_map():
     """All that are not empty, each once, and without a mask only those that are full."""
     kernel = pytest.importorskip("tilewise.backends.hopper.kernel", exc_type=ImportError)
-    block_n = config.choose(64, True).block_n
+    block_n = config.choose(64, True, True).block_n
     for mask, len_q, len_k in itertools.product([None, *BANDS], (1, 128, 129, 600), (1, 127, 128, 515)):
         keep = launch.kept(mask, len_q, len_k)
         grid = Grid(1, 1, len_q, len_k, config.BLOCK_M, block_n, torch.device("cpu"))

@@ -33,7 +33,7 @@ CASES = [*itertools.product((64, 128), MASKS)]
 
 def compile_case(dim: int, masked: tuple[str, ...], dtype: str, top: bool) -> "triton.compiler.CompiledKernel":
     """What ``launch.forward`` launches for a request."""
-    cfg = config.choose(dim, bool(masked))
+    cfg = config.choose(dim, bool(masked), "left" in masked)
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
     def descriptor(rows: int) -> str:

@@ -146,7 +146,8 @@ def _launch(
     """``forward_kernel[(grid,)]`` of the tensors' descriptors and the rest. key: all that the code depends on."""
     from triton import knobs
 
-    if key in _compiled and knobs.runtime.launch_enter_hook is None:  # a profiler's
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook  # a profiler's
+    if key in _compiled and not any(x.calls for x in hooks):
         _compiled[key](grid, stream, tensors, rest)
         return
     from .kernel import forward_kernel
@@ -179,7 +180,7 @@ def forward(r: Request) -> Output:
     assert keep is not None
     left, right = keep.low is not None, keep.high is not None
     low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
-    cfg = config.choose(r.dim, r.mask is not None)
+    cfg = config.choose(r.dim, r.mask is not None, left)
     tiles = -(-r.len_q // config.BLOCK_M)
     pairs = r.batch * r.heads
     section = max(1, config.L2_BYTES // (4 * r.len_k * r.dim)) * r.group
