@@ -138,7 +138,8 @@ def test_is_asked_first_and_falls_through():
     assert dispatch.AUTO == ("hopper", "triton", "tiled")
     q = make(1, 2, 8, 64)
     said = tw.explain(q, q, q, masks.causal())
-    assert said.chosen == "tiled" and said.reasons["hopper"][0].why == CPU
+    assert said.chosen == "tiled"
+    assert said.reasons["hopper"][0].why == CPU
     assert tw.attention(q, q, q, masks.causal()).shape == q.shape
     with pytest.raises(NotImplementedError, match=r"hopper: *\n  - runs on cuda, the tensors are on cpu"):
         tw.attention(q, q, q, backend="hopper")
@@ -183,7 +184,8 @@ def test_visits_the_tiles_of_the_tile_map():
             )  # fmt: skip
             blocks = [last - 1 - t for t in range(n)]
             unmasked = blocks[right : right + full]
-            assert n >= 1 and right >= 0 and full >= 0
+            assert n >= 1
+            assert min(right, full) >= 0
             assert set((table[row] != EMPTY).nonzero().flatten().tolist()) <= set(blocks)
             assert all(b < grid.cols and table[row, b] == FULL and (b + 1) * block_n <= len_k for b in unmasked)
             # not many more than are needed: one that keeps nothing if there is none, one at an end of the range
@@ -203,7 +205,8 @@ def test_every_tile_is_worked_on_once():
 
 def test_strides_of_dims_of_size_1_do_not_matter():
     x = make(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 5, 7, 1))
-    assert launch.describable(x) and launch.strides(x) == (8, 8, 8)
+    assert launch.describable(x)
+    assert launch.strides(x) == (8, 8, 8)
 
 
 def test_the_blocks_are_those_of_the_cost_model(hopper_gpu, monkeypatch):

@@ -51,7 +51,7 @@ def compile_case(dim: int, masked: tuple[str, ...], dtype: str, top: bool) -> "t
     constants |= {x: None for x in ("top", "lengths", "counter") if x not in types}
     names = forward_kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if n in ("lse", "top") and n in types or n.endswith("_ptr")]
+    aligned = [i for i, n in enumerate(names) if n in types and (n in ("lse", "top") or n.endswith("_ptr"))]
     source = GluonASTSource(
         forward_kernel, signature, {(names.index(n),): x for n, x in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned},
@@ -91,7 +91,7 @@ def count(pattern: str, lines: list[str]) -> int:
 def overlapped(loop: list[str]) -> int:
     """Exponentials after the scores are there and before P V is waited for."""
     waits = [n for n, x in enumerate(loop) if "WARPGROUP.DEPBAR" in x]
-    assert len(waits) == 2 and "gsb0, 0x1" in loop[waits[0]] and "gsb0, 0x0" in loop[waits[1]]
+    assert [loop[n].split(", ")[-1] for n in waits] == ["0x1", "0x0"]
     return count("MUFU.EX2", loop[waits[0] : waits[1]])
 
 
@@ -109,10 +109,12 @@ def test_compiles_to_what_is_fast(dim, mask):
     kernels = [json.loads(x.removeprefix("KERNEL ")) for x in done.stdout.splitlines() if x.startswith("KERNEL ")]
     assert len(kernels) == 2
     for found in kernels:
-        assert found["shared"] <= SHARED and found["fast"] == 2, "a loop of each consumer"
-        assert found["UTMALDG"] and found["HGMMA"] and not found["HMMA"]
-        # 64 of the 66 exponentials of a block are those of P.
-        assert found["spills"] == [0, 0] and found["overlapped"] == [66, 66], found
+        assert found["shared"] <= SHARED
+        assert found["fast"] == 2, "a loop of each consumer"
+        assert min(found["UTMALDG"], found["HGMMA"]) > 0
+        assert found["HMMA"] == 0
+        assert found["spills"] == [0, 0]
+        assert found["overlapped"] == [66, 66], "64 of a block of P, and those of two rows' maxima"
 
 
 def main(dim: int, mask: str) -> None:
