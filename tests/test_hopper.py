@@ -26,13 +26,9 @@ def request(d=64, dtype=torch.bfloat16, kv=2, **given):
 
 
 @pytest.fixture
-def hopper_gpu(monkeypatch):
-    """An H200 with a Triton that is known, as far as the reasons go."""
-    monkeypatch.setattr(hopper, "_HAS_TRITON", True)
-    monkeypatch.setattr(hopper, "triton_version", lambda: "3.6.0")
-    monkeypatch.setattr(hopper, "capability", lambda device: (9, 0))
+def anywhere(monkeypatch):
+    """The backend, as if the CPU were an H200."""
     monkeypatch.setattr(hopper.HopperBackend, "devices", None)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     return hopper.HopperBackend()
 
 
@@ -99,38 +95,60 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_takes(name, hopper_gpu):
-    assert reasons(hopper_gpu, request(**TAKEN[name])) == []
+def test_takes(name, anywhere):
+    assert reasons(anywhere, request(**TAKEN[name])) == []
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name, hopper_gpu):
+def test_refuses(name, anywhere):
     given, why = REFUSED[name]
-    assert reasons(hopper_gpu, request(**given)) == [why]
+    assert reasons(anywhere, request(**given)) == [why]
 
 
-def test_refuses_ragged_sequences(hopper_gpu):
+def test_refuses_ragged_sequences(anywhere):
     q, k = make(30, 4, 64), make(40, 2, 64)
     cu = torch.tensor([0, 30], dtype=torch.int32), torch.tensor([0, 40], dtype=torch.int32)
     r = request(q=q, k=k, v=k, ragged=Ragged(*cu, 30, 40))
-    assert reasons(hopper_gpu, r) == ["does not take ragged sequences (cu_seqlens)"]
+    assert reasons(anywhere, r) == ["does not take ragged sequences (cu_seqlens)"]
 
 
-def test_names_both_versions_of_triton(hopper_gpu, monkeypatch):
-    monkeypatch.setattr(hopper, "triton_version", lambda: "3.9.1")
-    (found,) = hopper_gpu.why_not(request())
-    assert found == ("is measured with Triton 3.6, installed is Triton 3.9.1", "pip install 'triton==3.6.*'")
+@pytest.fixture
+def h200(monkeypatch):
+    """A machine that lacks nothing."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "_HAS_TRITON", True)
+    monkeypatch.setattr(hopper, "triton_version", lambda: "3.6.0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    return monkeypatch
 
 
-def test_other_machines(hopper_gpu, monkeypatch):
-    with monkeypatch.context() as m:
-        m.setattr(hopper, "_HAS_TRITON", False)
-        assert reasons(hopper_gpu, request()) == ["needs Triton, which is not installed"]
-    with monkeypatch.context() as m:
-        m.setenv("TRITON_INTERPRET", "1")
-        assert reasons(hopper_gpu, request()) == ["has no interpreter, and TRITON_INTERPRET is set"]
-    monkeypatch.undo()
-    assert reasons(dispatch.get("hopper"), request())[0] == CPU
+def machine():
+    return [str(x) for x in hopper.machine(torch.device("cuda", 0))]
+
+
+def test_lacks_nothing(h200):
+    assert machine() == []
+
+
+def test_lacks_the_gpu(h200):
+    h200.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert machine() == ["needs compute capability 9.0 (H100, H200), this GPU has 8.0"]
+    h200.setattr(torch.version, "hip", "6.4")
+    assert machine() == ["needs an NVIDIA GPU (H100, H200)"]
+
+
+def test_lacks_triton(h200):
+    h200.setattr(hopper, "triton_version", lambda: "3.9.1")
+    fix = "(fix: pip install 'triton==3.6.*')"
+    assert machine() == [f"is measured with Triton 3.6, installed is Triton 3.9.1 {fix}"]
+    h200.setattr(hopper, "_HAS_TRITON", False)
+    assert machine() == [f"needs Triton, which is not installed {fix}"]
+
+
+def test_has_no_interpreter(h200):
+    h200.setenv("TRITON_INTERPRET", "1")
+    assert machine() == ["has no interpreter, and TRITON_INTERPRET is set (fix: backend='triton')"]
 
 
 def test_is_asked_first_and_falls_through():
@@ -209,10 +227,10 @@ def test_strides_of_dims_of_size_1_do_not_matter():
     assert launch.strides(x) == (8, 8, 8)
 
 
-def test_the_blocks_are_those_of_the_cost_model(hopper_gpu, monkeypatch):
+def test_the_blocks_are_those_of_the_cost_model(anywhere, monkeypatch):
     from tilewise import iomodel
 
     pytest.importorskip("triton")
-    monkeypatch.setitem(dispatch.BACKENDS, "hopper", hopper_gpu)
+    monkeypatch.setitem(dispatch.BACKENDS, "hopper", anywhere)
     monkeypatch.setattr("tilewise.backends.triton.config.generation", lambda device: "sm_90")
     assert iomodel.machine_for(request(mask=masks.causal())).forward_tile == (128, 128)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import lru_cache
 
 import torch
 
@@ -31,17 +30,7 @@ class HopperBackend(Backend):
     features = frozenset({"mask", "lse", "max_logits", "gqa"})
 
     def limits(self, r: Request) -> list[Reason]:
-        reasons = []
-        if not _HAS_TRITON:
-            reasons.append(Reason("needs Triton, which is not installed", f"pip install 'triton=={TRITON}.*'"))
-        elif not (found := triton_version()).startswith(TRITON + "."):
-            why = f"is measured with Triton {TRITON}, installed is Triton {found}"
-            reasons.append(Reason(why, f"pip install 'triton=={TRITON}.*'"))
-        if os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True", "on"):
-            reasons.append(Reason("has no interpreter, and TRITON_INTERPRET is set", "backend='triton'"))
-        if r.device.type == "cuda" and (gpu := capability(r.device)) != (9, 0):
-            what = "an AMD GPU" if gpu is None else f"of {gpu[0]}.{gpu[1]}"
-            reasons.append(Reason(f"needs a GPU of compute capability 9.0 (H100, H200), this is {what}"))
+        reasons = machine(r.device) if r.device.type == "cuda" else []
         if r.dim not in config.HEAD_DIMS:
             reasons.append(Reason(f"takes head dims {' and '.join(map(str, config.HEAD_DIMS))}, got {r.dim}"))
         if not 0 < r.scale < float("inf"):
@@ -66,17 +55,27 @@ class HopperBackend(Backend):
         return backward(r, saved, needs)
 
 
-@lru_cache
+def machine(device: torch.device) -> list[Reason]:
+    """What the GPU and the installation lack."""
+    reasons = []
+    if torch.version.hip is not None:
+        reasons.append(Reason("needs an NVIDIA GPU (H100, H200)"))
+    elif (gpu := torch.cuda.get_device_capability(device)) != (9, 0):
+        reasons.append(Reason(f"needs compute capability 9.0 (H100, H200), this GPU has {gpu[0]}.{gpu[1]}"))
+    if not _HAS_TRITON:
+        reasons.append(Reason("needs Triton, which is not installed", f"pip install 'triton=={TRITON}.*'"))
+    elif not (found := triton_version()).startswith(TRITON + "."):
+        why = f"is measured with Triton {TRITON}, installed is Triton {found}"
+        reasons.append(Reason(why, f"pip install 'triton=={TRITON}.*'"))
+    if os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True", "on"):
+        reasons.append(Reason("has no interpreter, and TRITON_INTERPRET is set", "backend='triton'"))
+    return reasons
+
+
 def triton_version() -> str:
     import triton
 
     return triton.__version__
-
-
-@lru_cache
-def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability; None on AMD."""
-    return None if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
 def backends() -> list[Backend]:

@@ -65,7 +65,7 @@ def describable(x: Tensor) -> bool:
 
 def aligned(x: Tensor) -> Tensor:
     """x, or a copy where memory from outside PyTorch begins at an odd address."""
-    return x if x.data_ptr() % 16 == 0 else x.contiguous(memory_format=torch.preserve_format).clone()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 @lru_cache
@@ -105,11 +105,11 @@ class Compiled:
         # run.launch encodes descriptors and calls this one.
         self.launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]
 
-    def __call__(self, grid: int, stream: int, tensors: tuple[Tensor, ...], rest: tuple) -> None:
+    def __call__(self, grid: int, stream: int, lies: list[tuple], rest: tuple) -> None:
         k = self.kernel
         described: list[Any] = []
-        for x, made in zip(tensors, self.maps, strict=True):
-            described += encoded(x.data_ptr(), tuple(x.shape), strides(x), made)
+        for where, made in zip(lies, self.maps, strict=True):
+            described += encoded(*where, made)
         args = k.packed_metadata, None, None, None, *described, *rest
         self.launch(grid, 1, 1, stream, k.function, *self.how, *args)
 
@@ -140,19 +140,17 @@ class _Descriptor(NamedTuple):
 _compiled: dict[tuple, Compiled] = {}
 
 
-def _launch(
-    grid: int, stream: int, key: tuple, tensors: tuple[Tensor, ...], rows: tuple[int, ...], rest: tuple
-) -> None:
+def _launch(grid: int, stream: int, key: tuple, tensors: tuple[Tensor, ...], lies: list[tuple], rest: tuple) -> None:
     """``forward_kernel[(grid,)]`` of the tensors' descriptors and the rest. key: all that the code depends on."""
     from triton import knobs
 
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook  # a profiler's
     if key in _compiled and not any(x.calls for x in hooks):
-        _compiled[key](grid, stream, tensors, rest)
+        _compiled[key](grid, stream, lies, rest)
         return
     from .kernel import forward_kernel
 
-    described = (descriptor(x, n) for x, n in zip(tensors, rows, strict=True))
+    described = (descriptor(x, n) for x, n in zip(tensors, key[-1], strict=True))
     _compiled[key] = Compiled(forward_kernel[(grid,)](*described, *rest, num_warps=4))
 
 
@@ -180,21 +178,24 @@ def forward(r: Request) -> Output:
     assert keep is not None
     left, right = keep.low is not None, keep.high is not None
     low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
-    cfg = config.choose(r.dim, r.mask is not None, left)
+    masked = left or right or keep.lengths is not None
+    cfg = config.choose(r.dim, masked, left)
     tiles = -(-r.len_q // config.BLOCK_M)
     pairs = r.batch * r.heads
     section = max(1, config.L2_BYTES // (4 * r.len_k * r.dim)) * r.group
     with torch.cuda.device(r.device):
         stream = torch._C._cuda_getCurrentRawStream(r.device.index)
         lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
-        counter = _counter(r.device, stream) if left or right or lengths is not None else None
+        counter = _counter(r.device, stream) if masked else None  # without, all tiles take as long
         q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
+        tensors = q, k, v, o.out
+        lies = [(x.data_ptr(), x.shape, strides(x)) for x in tensors]
         rest = (
             o.lse, o.max_logits, lengths, counter, r.heads, r.group, r.len_q, r.len_k, tiles, pairs,
-            min(section, pairs), tiles * pairs, low, high, r.scale * _LOG2E, q, k, v, *strides(q), *strides(k),
-            *strides(v), r.dim, cfg.block_n, cfg.stages, cfg.wide, left, right,
+            min(section, pairs), tiles * pairs, low, high, r.scale * _LOG2E, q, k, v, *lies[0][2], *lies[1][2],
+            *lies[2][2], r.dim, cfg.block_n, cfg.stages, cfg.wide, left, right,
         )  # fmt: skip
-        key = r.device.index, r.dtype, r.dim, left, right, r.want_max_logits, lengths is None or lengths.dtype
         rows = config.ROWS, cfg.block_n, cfg.block_n, config.ROWS
-        _launch(min(processors(r.device), tiles * pairs), stream, key, (q, k, v, o.out), rows, rest)
+        key = r.device.index, r.dtype, r.dim, left, right, r.want_max_logits, lengths is None or lengths.dtype, rows
+        _launch(min(processors(r.device), tiles * pairs), stream, key, tensors, lies, rest)
     return o
