@@ -91,7 +91,7 @@ def count(pattern: str, lines: list[str]) -> int:
 def overlapped(loop: list[str]) -> int:
     """Exponentials after the scores are there and before P V is waited for."""
     waits = [n for n, x in enumerate(loop) if "WARPGROUP.DEPBAR" in x]
-    assert [loop[n].split(", ")[-1] for n in waits] == ["0x1", "0x0"]
+    assert [loop[n].split()[-1] for n in waits] == ["0x1", "0x0"]
     return count("MUFU.EX2", loop[waits[0] : waits[1]])
 
 
