@@ -42,7 +42,7 @@ class HopperBackend(Backend):
             for name, x in (("query", r.q), ("key", r.k), ("value", r.v)):
                 if not launch.describable(x):
                     why = f"needs {name} with a last stride of 1, its other strides and its offset multiples of 8"
-                    got = f"got strides {x.stride()} and offset {x.storage_offset()}"
+                    got = f"got strides {x.stride()} and offset {launch.offset(x)}"
                     reasons.append(Reason(f"{why} and above 0, {got}", f"{name}.contiguous()"))
         return reasons
 

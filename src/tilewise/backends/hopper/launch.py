@@ -57,14 +57,19 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     return b if batch > 1 else 8, h if heads > 1 else 8, n if length > 1 else 8
 
 
+def offset(x: Tensor) -> int:
+    """Where x begins in its storage; 0 to torch.compile, which does not trace this (``aligned`` copies if it has to)."""
+    return 0 if torch.compiler.is_compiling() else int(x.storage_offset())
+
+
 def describable(x: Tensor) -> bool:
     """Whether TMA can load tiles of x: channels side by side, rows and base at multiples of 16 bytes."""
     b, h, n = strides(x)
-    return x.stride(3) == 1 and not (b % 8 or h % 8 or n % 8 or x.storage_offset() % 8) and min(b, h, n) > 0
+    return x.stride(3) == 1 and not (b % 8 or h % 8 or n % 8 or offset(x) % 8) and b > 0 and h > 0 and n > 0
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy where memory from outside PyTorch begins at an odd address."""
+    """x, or a copy where it begins at an address that TMA does not take."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
