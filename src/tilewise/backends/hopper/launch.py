@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -45,10 +46,16 @@ def kept(mask: Mask | None, len_q: int, len_k: int) -> Kept | None:
         k = kept(term, len_q, len_k)
         if k is None or (k.lengths is not None and total.lengths is not None):
             return None
-        lows, highs = ([x for x in pair if x is not None] for pair in ((total.low, k.low), (total.high, k.high)))
-        lengths = k.lengths if total.lengths is None else total.lengths
-        total = Kept(max(lows, default=None), min(highs, default=None), lengths)
+        total = Kept(
+            _both(max, total.low, k.low),
+            _both(min, total.high, k.high),
+            k.lengths if total.lengths is None else total.lengths,
+        )
     return total
+
+
+def _both(pick: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else pick(a, b)
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
@@ -58,7 +65,7 @@ def strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def offset(x: Tensor) -> int:
-    """Where x begins in its storage; 0 to torch.compile, which does not trace this (``aligned`` copies if it has to)."""
+    """Where x begins in its storage; 0 to torch.compile, which does not trace this: ``aligned`` copies if it must."""
     return 0 if torch.compiler.is_compiling() else int(x.storage_offset())
 
 
