@@ -259,7 +259,7 @@ def test_packages_that_are_not_here_say_so(tmp_path, monkeypatch):
     [
         ("--length 0", "--length '0': '0' is not a size"),
         ("--dim 64,x", "'x' is not a size"),
-        ("--backend nothing", "--backend 'nothing': unknown backend 'nothing'; there are triton, tiled"),
+        ("--backend nothing", "--backend 'nothing': unknown backend 'nothing'; there are hopper, triton, tiled"),
         ("--dtype int8", "unknown dtype 'int8'"),
         ("--mask sideways", "unknown mask 'sideways'"),
         ("--causal maybe", "'maybe' is neither no nor yes"),
@@ -461,7 +461,7 @@ def test_a_package_gives_every_reason():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match=r"unknown backend 'x'; there are triton, tiled, .* flex"):
+    with pytest.raises(ValueError, match=r"unknown backend 'x'; there are hopper, triton, tiled, .* flex"):
         adapters.get("x")
 
 

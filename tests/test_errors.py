@@ -58,7 +58,7 @@ CASES = {
     "dropout 1.5": (call(dropout_p=1.5), ValueError, r"probability in \[0, 1\], got 1.5"),
     "dropout -0.1": (call(dropout_p=-0.1), ValueError, r"probability in \[0, 1\], got -0.1"),
     "two seeds": (call(dropout_p=0.5, seed=1, generator=torch.Generator()), ValueError, "seed= or generator=, not both"),
-    "unknown backend": (call(backend="cuda"), ValueError, "unknown backend 'cuda'; there are triton, tiled, dense, torch_flash"),
+    "unknown backend": (call(backend="cuda"), ValueError, "unknown backend 'cuda'; there are hopper, triton, tiled, dense, torch_flash"),
     "no backend": (call(backend=[]), ValueError, "empty list; name at least one of"),
     "cu decreasing": (ragged([0, 4, 3], [0, 2, 5]), ValueError, r"cu_seqlens_q must start at 0, not decrease.*6 rows.*\[0, 4, 3\]"),
     "cu overlong": (ragged([0, 4, 6], [0, 2, 9]), ValueError, r"cu_seqlens_k must start at 0.*the 5 rows there are; got \[0, 2, 9\]"),

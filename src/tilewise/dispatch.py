@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .request import Request
 
-AUTO = ("triton", "tiled")
+AUTO = ("hopper", "triton", "tiled")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FEATURES = frozenset({
     "mask", "predicate", "bias", "bias_grad", "alibi", "softcap", "sinks", "dropout", "lse", "max_logits",

@@ -210,14 +210,15 @@ def machine_for(r: Request) -> Machine:
     A ragged request's tiles are those of its longest sequence.
     """
     name = next((n for n in dispatch.AUTO if not dispatch.get(n).why_not(r)), "tiled")
-    if name == "triton":
+    if name in ("hopper", "triton"):
+        from .backends import hopper
         from .backends.triton import config, launch  # needs Triton
 
         problem = launch.Problem(r)
-        forward, backward = (problem.config(x) for x in (config.FORWARD, config.DKDV))
-        return Machine(
-            (forward.block_m, forward.block_n), (backward.block_m, backward.block_n), cache_bytes(r.device)
-        )  # fmt: skip
+        forward, backward = ((c.block_m, c.block_n) for c in map(problem.config, (config.FORWARD, config.DKDV)))
+        if name == "hopper":
+            forward = hopper.config.BLOCK_M, hopper.config.choose(r.dim, r.mask is not None, False).block_n
+        return Machine(forward, backward, cache_bytes(r.device))
     longest = Sequence(slice(0, r.batch), slice(0, r.len_q), slice(0, r.len_k), r.ragged is not None)
     tiled = dispatch.get("tiled")
     assert isinstance(tiled, TiledBackend)

@@ -1,8 +1,8 @@
-"""The backends. Each is one module; none imports another."""
+"""The backends. Each is one module; none imports another, but for ``hopper``, whose backward is that of ``triton``."""
 
 from ..dispatch import register
-from . import dense, tiled, torch_sdpa, triton
+from . import dense, hopper, tiled, torch_sdpa, triton
 
-for _module in (triton, tiled, dense, torch_sdpa):
+for _module in (hopper, triton, tiled, dense, torch_sdpa):
     for _backend in _module.backends():
         register(_backend)

@@ -1,0 +1,82 @@
+"""The backend ``hopper``: the forward as a warp-specialised kernel in Gluon, for the H100 and the H200.
+
+It takes what fills those GPUs: bf16 and fp16, head dims 64 and 128, full attention, bands and key lengths. The backward
+is that of ``triton``, which gets the same output and log-sum-exp. Gluon is an experimental language of Triton, and its
+compiler decides whether the kernel is fast: a version of Triton counts as known once the kernel was measured with it.
+
+This module imports without Triton; the kernel is imported when the first request runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from ...dispatch import Backend, Grads, Output, Reason, Saved
+from ...request import Request
+from . import config, launch
+
+TRITON = "3.6"
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class HopperBackend(Backend):
+    name = "hopper"
+    summary = "warp-specialised forward kernel for H100 and H200: 16 bits, head dims 64 and 128, bands, key lengths"
+    devices = ("cuda",)
+    dtypes = (torch.bfloat16, torch.float16)
+    features = frozenset({"mask", "lse", "max_logits", "gqa"})
+
+    def limits(self, r: Request) -> list[Reason]:
+        reasons = machine(r.device) if r.device.type == "cuda" else []
+        if r.dim not in config.HEAD_DIMS:
+            reasons.append(Reason(f"takes head dims {' and '.join(map(str, config.HEAD_DIMS))}, got {r.dim}"))
+        if not 0 < r.scale < float("inf"):
+            reasons.append(Reason(f"takes a finite scale > 0, got {r.scale}"))
+        if r.ragged is None:
+            if launch.kept(r.mask, r.len_q, r.len_k) is None:
+                why = "takes bands (causal, window) and key lengths padded on the right, joined by &"
+                reasons.append(Reason(f"{why}; got {r.mask!r}"))
+            for name, x in (("query", r.q), ("key", r.k), ("value", r.v)):
+                if not launch.describable(x):
+                    why = f"needs {name} with a last stride of 1, its other strides and its offset multiples of 8"
+                    got = f"got strides {x.stride()} and offset {launch.offset(x)}"
+                    reasons.append(Reason(f"{why} and above 0, {got}", f"{name}.contiguous()"))
+        return reasons
+
+    def forward(self, r: Request) -> Output:
+        return launch.forward(r)
+
+    def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
+        from ..triton.gradients import backward
+
+        return backward(r, saved, needs)
+
+
+def machine(device: torch.device) -> list[Reason]:
+    """What the GPU and the installation lack."""
+    reasons = []
+    if torch.version.hip is not None:
+        reasons.append(Reason("needs an NVIDIA GPU (H100, H200)"))
+    elif (gpu := torch.cuda.get_device_capability(device)) != (9, 0):
+        reasons.append(Reason(f"needs compute capability 9.0 (H100, H200), this GPU has {gpu[0]}.{gpu[1]}"))
+    if not _HAS_TRITON:
+        reasons.append(Reason("needs Triton, which is not installed", f"pip install 'triton=={TRITON}.*'"))
+    elif not (found := triton_version()).startswith(TRITON + "."):
+        why = f"is measured with Triton {TRITON}, installed is Triton {found}"
+        reasons.append(Reason(why, f"pip install 'triton=={TRITON}.*'"))
+    if os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True", "on"):
+        reasons.append(Reason("has no interpreter, and TRITON_INTERPRET is set", "backend='triton'"))
+    return reasons
+
+
+def triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+def backends() -> list[Backend]:
+    return [HopperBackend()]

@@ -1,0 +1,30 @@
+"""Blocks and pipeline depth of the kernel: a frozen configuration with the reason beside each value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEAD_DIMS = (64, 128)
+ROWS = 64  # of a consumer: what one warp group of wgmma takes
+BLOCK_M = 2 * ROWS
+L2_BYTES = 32 * 2**20  # keys and values of the heads that are worked on at a time: what is reused of the 50 MB
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is cut up."""
+
+    block_n: int
+    stages: int
+    wide: bool
+
+
+def choose(dim: int, masked: bool, left: bool) -> Config:
+    """The configuration for a head dim; masked: there is a mask; left: one with an end on the left, a window.
+
+    block_n: 128 keys, so that the scores are 64 registers a thread; with 256 they would spill. stages: what fits the
+    227 KB at D = 128 beside Q and O; FlashAttention-3 has two as well. wide: P crosses the loop in fp32. Beside the
+    branch of a mask ptxas otherwise takes pairs of 16 bits apart and packs them again, 32 instructions a block. Without
+    a mask it does not, and fp32 would spill: between tiles there, in the loop beside a window at D = 128.
+    """
+    return Config(block_n=128, stages=2, wide=masked and not (left and dim == 128))

@@ -1,0 +1,585 @@
+"""The forward kernel in Gluon: a TMA producer warp, and two consumer warp groups of 64 queries each.
+
+A program (one an SM) works on tiles of 128 queries. For each the producer loads Q and then streams blocks of keys and
+values, from right to left, through rings of STAGES buffers in shared memory. The consumers multiply with ``wgmma`` and
+keep scores, P and the accumulator in registers. What runs at the same time:
+
+- loads and everything else: the producer runs ahead, into the next tile too, until the rings are full;
+- within a consumer, the softmax of block t and P V of block t - 1, which is waited for after the exponentials;
+- the softmax of one consumer and the products of the other: they take turns at starting products.
+
+Scores are unscaled q k^T, maxima and exponents are in units of log2 (FOLDED in ``triton``'s kernels).
+"""
+
+# No ``from __future__ import annotations``: Gluon reads the annotations.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from . import config
+
+ROWS = gl.constexpr(config.ROWS)
+BLOCK_M = gl.constexpr(config.BLOCK_M)
+LN2 = gl.constexpr(0.6931471805599453)
+INF = gl.constexpr(float("inf"))
+# Where maxima start. Finite, so that a row without keys needs no test in the loops: -inf - (-inf) would be NaN.
+LOWEST = gl.constexpr(-(2.0**100))
+TURN = gl.constexpr(8)  # named barriers 8 and 9: Triton uses 0, 1 and one for each partition
+
+
+# --- which blocks ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def span(r0, r1, end, low, high, BLOCK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """The blocks of keys that rows r0 .. r1 visit: (last, right, full, n).
+
+    Number t of n is block last - 1 - t. The first ``right`` of them and those from right + full on are masked. A key j
+    < end is kept by row i where low <= j - i (if LEFT) and j - i <= high (if RIGHT). n is at least 1: rows without
+    keys visit a block of which they keep nothing.
+    """
+    lo, full_lo, hi, full_hi = 0, 0, end, end
+    if LEFT:
+        lo, full_lo = max(r0 + low, 0), max(r1 + low, 0)
+    if RIGHT:
+        hi, full_hi = max(min(r1 + high + 1, end), 0), max(min(r0 + high + 1, end), 0)
+    first = lo // BLOCK
+    last = max((hi + BLOCK - 1) // BLOCK, first + 1)
+    a = min((full_lo + BLOCK - 1) // BLOCK, last)
+    b = max(full_hi // BLOCK, a)
+    return last, last - b, b - a, last - first
+
+
+@gluon.jit
+def place(t, n_m, pairs, section, LONGEST_FIRST: gl.constexpr):
+    """(tile of queries, batch entry and head) of work item t. The keys and values of a section of heads fit the L2."""
+    if LONGEST_FIRST:
+        s = t // (n_m * section)
+        rest = t - s * n_m * section
+        n = min(section, pairs - s * section)
+        return n_m - 1 - rest // n, s * section + rest % n
+    else:
+        pair = t // n_m
+        return t - pair * n_m, pair
+
+
+@aggregate
+class Sizes:
+    """The problem in numbers: the same for every partition."""
+
+    heads: gl.tensor
+    group: gl.tensor
+    len_q: gl.tensor
+    len_k: gl.tensor
+    n_m: gl.tensor
+    pairs: gl.tensor
+    section: gl.tensor
+    low: gl.tensor
+    high: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, heads, group, len_q, len_k, n_m, pairs, section, low, high):
+        self.heads, self.group, self.len_q, self.len_k = heads, group, len_q, len_k
+        self.n_m, self.pairs, self.section, self.low, self.high = n_m, pairs, section, low, high
+
+
+@gluon.jit
+def work(t, z, lengths, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Work item t as (first row, batch entry, head, end of the keys, and its ``span``)."""
+    m, pair = place(t, z.n_m, z.pairs, z.section, RIGHT)
+    b = pair // z.heads
+    row = m * BLOCK_M
+    end = z.len_k
+    if lengths is not None:
+        end = max(min(gl.load(lengths + b).to(gl.int32), end), 0)
+    last, right, full, n = span(row, min(row + BLOCK_M, z.len_q) - 1, end, z.low, z.high, BLOCK_N, LEFT, RIGHT)
+    return row, b, pair - b * z.heads, end, last, right, full, n
+
+
+@gluon.constexpr_function
+def wgmma_layout(n):
+    """Of the result of a product with n columns, in the registers of a warp group."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+
+
+# --- the pipeline ---------------------------------------------------------------------------------
+
+
+@aggregate
+class Ring:
+    """Buffers that one warp fills and others empty: a barrier each for full and for empty."""
+
+    data: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, data, full, empty):
+        self.data, self.full, self.empty = data, full, empty
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
+    b = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(N):
+        mbarrier.init(b.index(n), count=ARRIVALS)
+    return b
+
+
+@gluon.jit
+def tiles(desc, N: gl.constexpr, M: gl.constexpr, D: gl.constexpr):
+    """Room for N tiles (1, 1, M, D) of a tensor."""
+    return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, M, D], desc.layout)
+
+
+@gluon.jit
+def ring(data, N: gl.constexpr, READERS: gl.constexpr):
+    return Ring(data, barriers(N, 1), barriers(N, READERS))
+
+
+@gluon.jit
+def await_full(r, it, N: gl.constexpr, pred=True):
+    mbarrier.wait(r.full.index(it % N), (it // N) & 1, pred=pred)
+
+
+@gluon.jit
+def await_empty(r, it, N: gl.constexpr):
+    mbarrier.wait(r.empty.index(it % N), ((it // N) & 1) ^ 1)
+
+
+@gluon.jit
+def release(r, slot):
+    mbarrier.arrive(r.empty.index(slot), count=1)
+
+
+@gluon.constexpr_function
+def _turn_asm(op, number):
+    return f"bar.{op} {number}, 256; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def await_turn(W: gl.constexpr):
+    """Until the other consumer has handed over: its products are issued."""
+    zero = gl.to_tensor(0)
+    gl.inline_asm_elementwise(
+        _turn_asm("sync", TURN + W), "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def hand_over(W: gl.constexpr):
+    zero = gl.to_tensor(0)
+    gl.inline_asm_elementwise(
+        _turn_asm("arrive", TURN + 1 - W), "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+# --- the producer ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def fetch(desc, b, h, row, r, slot, ROWS_: gl.constexpr, D: gl.constexpr):
+    mbarrier.expect(r.full.index(slot), ROWS_ * D * 2)
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], r.full.index(slot), r.data.index(slot))
+
+
+@gluon.jit
+def producer(
+    q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, z, n_tiles, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    it = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    t = gl.program_id(0)
+    while t < n_tiles:
+        row, b, h, _end, last, _right, _full, n = work(t, z, lengths, BLOCK_N, LEFT, RIGHT)
+        for w in gl.static_range(2):
+            mbarrier.wait(q.empty.index(w), (done & 1) ^ 1)
+            fetch(q_desc, b, h, row + w * ROWS, q, w, ROWS, D)
+        kv = h // z.group
+        for j in range(n):
+            slot = it % STAGES
+            at = (last - 1 - j) * BLOCK_N
+            await_empty(k, it, STAGES)
+            fetch(k_desc, b, kv, at, k, slot, BLOCK_N, D)
+            await_empty(v, it, STAGES)
+            fetch(v_desc, b, kv, at, v, slot, BLOCK_N, D)
+            it += 1
+        if counter is not None:
+            t = gl.num_programs(0) + gl.atomic_add(counter, 1)
+            await_empty(ids, done, 2)
+            ids.data.index(done & 1).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+            mbarrier.arrive(ids.full.index(done & 1), count=1)
+        else:
+            t += gl.num_programs(0)
+        done += 1
+    if counter is not None:  # the last program leaves both counts at 0, for the next launch
+        left = gl.atomic_add(counter + 1, 1)
+        if left == gl.num_programs(0) - 1:
+            gl.store(counter, 0)
+            gl.store(counter + 1, 0)
+
+
+# --- the consumers --------------------------------------------------------------------------------
+
+
+@gluon.jit
+def by_thread(s, BLOCK_N: gl.constexpr):
+    """A tile of scores with the columns of one thread as axes of their own, the 4 lanes of a row as another."""
+    return s.reshape([ROWS, BLOCK_N // 32, 4, 4, 2])
+
+
+@gluon.jit
+def row_max(s, BLOCK_N: gl.constexpr):
+    """An axis at a time: over all at once it is one chain of dependent instructions."""
+    m = gl.max(gl.max(gl.max(gl.max(by_thread(s, BLOCK_N), 4), 2), 1), 1)
+    return gl.convert_layout(m, gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def row_sum(p, BLOCK_N: gl.constexpr):
+    """Of the columns of each thread: the 4 lanes of a row are added once, at the end."""
+    return gl.sum(gl.sum(gl.sum(by_thread(p, BLOCK_N), 4), 2), 1)
+
+
+@gluon.jit
+def kept(j, i, end, low, high, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Bool (M, N): keys j (N,) that rows i (M,) attend to."""
+    keep = (j < end)[None, :]
+    if RIGHT:
+        keep = j[None, :] <= gl.minimum(i + high, end - 1)[:, None]
+    if LEFT:
+        keep = keep & (j[None, :] >= (i + low)[:, None])
+    return keep
+
+
+@gluon.jit
+def mask(s, j0, i0, end, z, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    j = j0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
+    i = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
+    keep = kept(j, i, end, z.low, z.high, LEFT, RIGHT)
+    return gl.where(keep, s, -INF)
+
+
+@gluon.jit
+def crossing(p, dtype: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr):
+    """P as it crosses from one round of the loop to the next: as its product takes it or, WIDE, in fp32."""
+    if WIDE:
+        return p
+    else:
+        return gl.convert_layout(p.to(dtype), LAYOUT)
+
+
+@gluon.jit
+def fold(
+    acc, p_wide, l_i, m_i, it, t, n, masked, j0, i0, end, q, k, v, z, qk_scale, W: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """P V of block t - 1, and of block t the scores, the maximum and P. it: number of block t - 1 in the rings."""
+    S_LAYOUT: gl.constexpr = wgmma_layout(BLOCK_N)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    slot, following = it % STAGES, (it + 1) % STAGES
+    p = gl.convert_layout(p_wide.to(q.dtype), P_LAYOUT)
+    await_turn(W)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    k_t = k.data.index(following).reshape([BLOCK_N, D]).permute((1, 0))
+    s_run = warpgroup_mma(q, k_t, zeros, use_acc=False, is_async=True)
+    hand_over(W)  # before P V: the other's Q K may run between the two
+    acc_run = warpgroup_mma(p, v.data.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s_run])
+    release(k, following)
+    if LEFT or RIGHT:  # without, only the first block can have an end in it  # noqa: SIM102 - decided when compiling
+        if masked:
+            s = mask(s, j0, i0, end, z, BLOCK_N, LEFT, RIGHT)
+    m_new = gl.maximum(m_i, row_max(s, BLOCK_N) * qk_scale)
+    alpha = gl.exp2(m_i - m_new)
+    p_wide = gl.exp2(s * qk_scale - m_new[:, None])
+    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + row_sum(p_wide, BLOCK_N)
+    # What the next turn needs is awaited here. Polling a barrier ends the basic block: else ptxas would move the
+    # exponentials behind the wait for P V, and nothing would overlap.
+    await_full(v, it + 1, STAGES)
+    await_full(k, it + 2, STAGES, pred=t + 1 < n)
+    acc, _p, p_wide = warpgroup_mma_wait(0, deps=[acc_run, p, p_wide])  # p: its registers are read until here
+    p_wide = crossing(p_wide, q.dtype, P_LAYOUT, WIDE)
+    release(v, slot)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, p_wide, l_i, m_new
+
+
+# --- beside things that are not numbers -----------------------------------------------------------
+#
+# 0 * NaN is NaN, so a value that is not finite reaches rows that do not attend to its key. As in ``triton``'s kernels,
+# the fast products are taken anyway, and the accumulator is looked at once. A tile where it came out not finite is put
+# on a list. Each consumer works through its list after its other tiles, 64 keys at a time, through its own buffer of
+# the output: with such values taken for 0, and then what they add to those who do attend to them. After, not
+# between: beside the fast loops its registers would make them spill. The list is a chain of numbers, each in the place
+# of the log-sum-exp of its tile's first row.
+
+
+@gluon.jit
+def is_odd(x):
+    """Whether a NaN or an infinity is in x (M, N): 0 times it is NaN, and so is a sum with NaN in it."""
+    total = gl.sum(gl.sum(x * 0.0, 1), 0)
+    return total != total
+
+
+@gluon.jit
+def load_rows(x, first, length, stride, D: gl.constexpr):
+    """Rows first .. first + 64 of a (length, D) matrix, 0 beyond its end."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    channels = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    at = x + rows.to(gl.int64)[:, None] * stride + channels[None, :]
+    return gl.load(at, mask=(rows < length)[:, None], other=0.0)
+
+
+@gluon.jit
+def staged(stage, x):
+    stage.store(x)
+    fence_async_shared()
+    return stage
+
+
+@gluon.jit
+def careful_scores(
+    q, k, stage, j0, i0, k_stride, end, z, qk_scale, LAYOUT: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Scaled scores of 64 keys from j0 on, -inf where not kept; and what is kept."""
+    k_t = staged(stage, load_rows(k, j0, z.len_k, k_stride, D)).permute((1, 0))
+    s = warpgroup_mma(q, k_t, gl.zeros([ROWS, ROWS], gl.float32, LAYOUT), use_acc=False)
+    j = j0 + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+    i = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    keep = kept(j, i, end, z.low, z.high, LEFT, RIGHT)
+    return gl.where(keep, s * qk_scale, -INF), keep
+
+
+@gluon.jit
+def careful(
+    q, k, v, q_stride, k_stride, v_stride, stage, i0, first, end, z, qk_scale, D: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of rows i0 .. i0 + 64, which keep keys of first .. end."""
+    S_LAYOUT: gl.constexpr = wgmma_layout(ROWS)
+    O_LAYOUT: gl.constexpr = wgmma_layout(D)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
+    ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    dtype: gl.constexpr = stage.dtype
+    stage.store(load_rows(q, i0, z.len_q, q_stride, D))
+    q_tile = stage.load(Q_LAYOUT)
+    acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+    m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    odd = gl.to_tensor(0)
+    for j0 in range(first, end, ROWS):
+        s, _keep = careful_scores(q_tile, k, stage, j0, i0, k_stride, end, z, qk_scale, S_LAYOUT, D, LEFT, RIGHT)
+        m_new = gl.maximum(m_i, gl.max(s, 1))
+        alpha = gl.exp2(m_i - m_new)
+        p = gl.exp2(s - m_new[:, None])
+        l_i = l_i * alpha + gl.sum(p, 1)
+        m_i = m_new
+        x = load_rows(v, j0, z.len_k, v_stride, D).to(gl.float32)
+        odd = gl.where(is_odd(x), 1, odd)
+        acc = acc * gl.convert_layout(alpha, ROW)[:, None]
+        number = gl.where(gl.abs(x) < INF, x, 0.0).to(dtype)
+        acc = warpgroup_mma(gl.convert_layout(p.to(dtype), P_LAYOUT), staged(stage, number), acc)
+    none = l_i == 0
+    acc = acc * gl.convert_layout(1.0 / gl.where(none, 1.0, l_i), ROW)[:, None]
+    if odd > 0:
+        for kind in range(4):  # which rows keep, in each channel: a NaN; inf and -inf of a weight > 0, and of weight 0
+            value = gl.where(kind == 1, INF, -INF)
+            adds = gl.where((kind == 0) | (kind == 3), float("nan"), value)
+            count = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+            for j0 in range(first, end, ROWS):
+                s, keep = careful_scores(q_tile, k, stage, j0, i0, k_stride, end, z, qk_scale, S_LAYOUT, D, LEFT, RIGHT)
+                no_weight = gl.exp2(s - m_i[:, None]) == 0
+                keep = keep & ((kind == 0) | (no_weight == (kind == 3)))
+                x = load_rows(v, j0, z.len_k, v_stride, D).to(gl.float32)
+                infinite = (x == value) | ((kind == 3) & (gl.abs(x) == INF))
+                found = ((kind == 0) & (x != x)) | ((kind > 0) & infinite)
+                one = gl.convert_layout(gl.where(keep, 1.0, 0.0).to(dtype), P_LAYOUT)
+                count = warpgroup_mma(one, staged(stage, gl.where(found, 1.0, 0.0).to(dtype)), count)
+            acc = gl.where(count > 0, acc + adds, acc)
+    return acc, gl.convert_layout(gl.where(none, -INF, m_i * LN2 + gl.log(l_i)), ROW)
+
+
+@gluon.jit
+def row_stats(x, b, h, i0, z):
+    """Address of row i0 of a (B, H, Lq) statistic."""
+    return x + (b * z.heads + h).to(gl.int64) * z.len_q + i0
+
+
+@gluon.jit
+def again(
+    chain, W: gl.constexpr, o_desc, o_s, lse, lengths, z, qk_scale, pointers, strides, BLOCK_N: gl.constexpr,
+    D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """The tiles of a chain, carefully."""
+    ROW: gl.constexpr = gl.SliceLayout(1, wgmma_layout(D))
+    q, k, v = pointers
+    stage = o_s.index(W).reshape([ROWS, D])
+    while chain > 0:
+        row, b, h, end, last, _right, _full, n = work(chain - 1, z, lengths, BLOCK_N, LEFT, RIGHT)
+        i0 = row + W * ROWS
+        kv = h // z.group
+        at = row_stats(lse, b, h, i0, z)
+        chain = gl.load(at).to(gl.int32, bitcast=True)
+        tma.store_wait(0)
+        acc, row_lse = careful(
+            q + b * strides[0] + h * strides[1], k + b * strides[3] + kv * strides[4],
+            v + b * strides[6] + kv * strides[7], strides[2], strides[5], strides[8], stage, i0, (last - n) * BLOCK_N,
+            gl.minimum(end, last * BLOCK_N), z, qk_scale, D, LEFT, RIGHT,
+        )  # fmt: skip
+        staged(stage, acc.to(stage.dtype))
+        tma.async_copy_shared_to_global(o_desc, [b, h, i0, 0], o_s.index(W))
+        rows = gl.arange(0, ROWS, ROW)
+        gl.store(at + rows, row_lse, mask=i0 + rows < z.len_q)
+
+
+@gluon.jit
+def consumer(
+    W: gl.constexpr, o_desc, q_ring, k, v, o_s, ids, lse, top, lengths, z, n_tiles, qk_scale, pointers, strides,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, DYNAMIC: gl.constexpr,
+):  # fmt: skip
+    S_LAYOUT: gl.constexpr = wgmma_layout(BLOCK_N)
+    O_LAYOUT: gl.constexpr = wgmma_layout(D)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    q = q_ring.data.index(W).reshape([ROWS, D])
+    stage = o_s.index(W).reshape([ROWS, D])
+    it = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    HIDES: gl.constexpr = LEFT or RIGHT or lengths is not None
+    chain = gl.to_tensor(0)
+    if W == 1:
+        hand_over(1)  # the first turn is that of consumer 0
+    t = gl.program_id(0)
+    row, b, h, end, last, right, full, n = work(t, z, lengths, BLOCK_N, LEFT, RIGHT)
+    while t < n_tiles:
+        i0 = row + W * ROWS
+        j0 = (last - 1) * BLOCK_N
+        mbarrier.wait(q_ring.full.index(W), done & 1)
+        # The first block has no P V beside it. It is masked whether it needs it or not.
+        slot = it % STAGES
+        await_full(k, it, STAGES)
+        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+        await_turn(W)
+        k_t = k.data.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
+        s_run = warpgroup_mma(q, k_t, zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s_run])
+        hand_over(W)
+        release(k, slot)
+        s = mask(s, j0, i0, end, z, BLOCK_N, LEFT, RIGHT)
+        m_i = gl.maximum(row_max(s, BLOCK_N) * qk_scale, LOWEST)
+        p_wide = gl.exp2(s * qk_scale - m_i[:, None])
+        l_i = row_sum(p_wide, BLOCK_N)
+        p_wide = crossing(p_wide, q.dtype, P_LAYOUT, WIDE)
+        acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+        await_full(v, it, STAGES)
+        await_full(k, it + 1, STAGES, pred=n > 1)
+
+        for j in range(1, n):
+            acc, p_wide, l_i, m_i = fold(
+                acc, p_wide, l_i, m_i, it, j, n, (j < right) | (j >= right + full), j0 - j * BLOCK_N, i0, end, q, k, v,
+                z, qk_scale, W, BLOCK_N, STAGES, WIDE, D, LEFT, RIGHT,
+            )  # fmt: skip
+            it += 1
+
+        slot = it % STAGES
+        p = gl.convert_layout(p_wide.to(q.dtype), P_LAYOUT)
+        mbarrier.arrive(q_ring.empty.index(W), count=1)
+        acc_run = warpgroup_mma(p, v.data.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
+        # What comes next is found out meanwhile.
+        if DYNAMIC:
+            await_full(ids, done, 2)
+            t_next = gl.max(ids.data.index(done & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            release(ids, done & 1)
+        else:
+            t_next = t + gl.num_programs(0)
+        row, b_next, h_next, end, last, right, full, n = work(
+            gl.minimum(t_next, n_tiles - 1), z, lengths, BLOCK_N, LEFT, RIGHT
+        )
+        acc = warpgroup_mma_wait(0, deps=[acc_run])
+        sums = gl.convert_layout(gl.sum(l_i, 1), ROW)
+        release(v, slot)
+        it += 1
+
+        m = gl.convert_layout(m_i, ROW)
+        none = sums == 0
+        rows = gl.arange(0, ROWS, ROW)
+        inside = i0 + rows < z.len_q
+        row_lse = gl.where(none, -INF, m * LN2 + gl.log(sums))
+        odd = i0 < 0
+        if HIDES:
+            odd = is_odd(acc) & (i0 < z.len_q)
+            if odd:
+                row_lse = gl.where(rows == 0, chain.to(gl.float32, bitcast=True), row_lse)
+                chain = t + 1
+        gl.store(row_stats(lse, b, h, i0, z) + rows, row_lse, mask=inside)
+        if top is not None:  # a maximum passes NaN by, the sum does not
+            most = gl.where(none, -INF, gl.where((sums != sums) & (m != INF), sums, m * LN2))
+            gl.store(row_stats(top, b, h, i0, z) + rows, most, mask=inside)
+        tma.store_wait(0)
+        acc = acc * (1.0 / gl.where(none, 1.0, sums))[:, None]
+        staged(stage, acc.to(q.dtype))
+        if not odd:
+            tma.async_copy_shared_to_global(o_desc, [b, h, i0, 0], o_s.index(W))
+
+        t, b, h = t_next, b_next, h_next
+        done += 1
+    if HIDES:
+        again(chain, W, o_desc, o_s, lse, lengths, z, qk_scale, pointers, strides, BLOCK_N, D, LEFT, RIGHT)
+    tma.store_wait(0)
+
+
+# The sizes are not specialised: a new length compiles nothing.
+@gluon.jit(
+    do_not_specialize=[
+        "lengths", "counter", "heads", "group", "len_q", "len_k", "n_m", "pairs", "section", "n_tiles", "low", "high",
+        "q_b", "q_h", "q_l", "k_b", "k_h", "k_l", "v_b", "v_h", "v_l",
+    ]
+)  # fmt: skip
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse, top, lengths, counter, heads, group, len_q, len_k, n_m, pairs, section,
+    n_tiles, low, high, qk_scale, q_ptr, k_ptr, v_ptr, q_b: gl.int64, q_h: gl.int64, q_l: gl.int64, k_b: gl.int64,
+    k_h: gl.int64, k_l: gl.int64, v_b: gl.int64, v_h: gl.int64, v_l: gl.int64, D: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    q = ring(tiles(q_desc, 2, ROWS, D), 2, 1)
+    k = ring(tiles(k_desc, STAGES, BLOCK_N, D), STAGES, 2)
+    v = ring(tiles(v_desc, STAGES, BLOCK_N, D), STAGES, 2)
+    o_s = tiles(o_desc, 2, ROWS, D)
+    ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 2)
+    fence_async_shared()
+    z = Sizes(heads, group, len_q, len_k, n_m, pairs, section, low, high)
+    pointers, strides = (q_ptr, k_ptr, v_ptr), (q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l)
+    gl.warp_specialize(
+        [
+            (
+                consumer,
+                (0, o_desc, q, k, v, o_s, ids, lse, top, lengths, z, n_tiles, qk_scale, pointers, strides,
+                 BLOCK_N, STAGES, WIDE, D, LEFT, RIGHT, counter is not None),
+            ),
+            (
+                consumer,
+                (1, o_desc, q, k, v, o_s, ids, lse, top, lengths, z, n_tiles, qk_scale, pointers, strides,
+                 BLOCK_N, STAGES, WIDE, D, LEFT, RIGHT, counter is not None),
+            ),
+            (
+                producer,
+                (q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, z, n_tiles, BLOCK_N, STAGES, D, LEFT, RIGHT),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
