@@ -184,8 +184,8 @@ def main() -> int:
     }
     path = a.results / gpu.lower().replace(" ", "-") / f"{a.backend}.json"
     run = Run(record, path, a.workers, a.budget)
-    run.speed(gpu_speed.cells())
-    run.prove(gpu_suite.jobs(), judge_jobs(tuple(a.dtypes.split(","))))
+    run.speed(gpu_speed.cells(a.backend))
+    run.prove(gpu_suite.jobs(a.backend), judge_jobs(tuple(a.dtypes.split(","))))
     c, checks = run.record["correctness"], run.record["suite"]
     print(f"judge: {c['problems']} of {c['of']} problems, {c['checks']} checks, {len(c['refused'])} refused")
     print(f"suite: {sum(x['ok'] is True for x in checks)} of {len(checks)}", end="; ")

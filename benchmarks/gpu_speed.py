@@ -22,6 +22,7 @@ PEERS = ("torch_flash", "torch_cudnn")
 FLEX, EFFICIENT = "flex", "torch_efficient"
 TOKENS, WIDTH = 16384, 2048  # of a cell: batch * length, heads * D
 WINDOW, DOCUMENTS, CAP = 1024, 16, 30.0
+ONLY = {"hopper": ("full", "causal", f"window {WINDOW}")}  # the cases of backends that take only some
 CASES = (f"window {WINDOW}", f"{DOCUMENTS} documents", "alibi", f"softcap {CAP:.0f}", "bias", "causal")
 
 
@@ -34,12 +35,19 @@ class Cell(NamedTuple):
     flex: bool
 
 
-def cells() -> list[Cell]:
+def cells(backend: str) -> list[Cell]:
     """In order of importance: the time may run out."""
     plain = [Cell(c, d, n, False) for d in (64, 128) for n in (4096, 16384) for c in ("full", "causal")]
+    if backend == "hopper":  # a call of 1024 keys is as much its launch as its kernel
+        plain += [Cell(c, d, 1024, False) for d in (64, 128) for c in ("full", "causal")]
     flex = [Cell(c, d, 4096, True) for d in (128, 64) for c in CASES]
     long = [Cell(c, 128, 16384, True) for c in CASES if c != "bias"]  # an L x L bias for 16 heads is 8 GB there
-    return [*plain, *flex, *long]
+    return [c for c in (*plain, *flex, *long) if c.case in ONLY.get(backend, (c.case,))]
+
+
+def peers(backend: str) -> tuple[str, ...]:
+    """Our kernels for any GPU stand beside those for one."""
+    return PEERS if backend not in ONLY else (*PEERS, "triton")
 
 
 class Race(NamedTuple):
@@ -58,7 +66,7 @@ def race(cell: Cell, backend: str, device: torch.device, tokens: int = TOKENS, w
     ours, theirs, bias = options(cell.case, shape[1], cell.length, device)
     calls = {
         n: partial(tilewise.attention, *inputs, backend=n, **ours)
-        for n in (backend, *(() if cell.flex else PEERS), *((EFFICIENT,) if cell.case == "bias" else ()))
+        for n in (backend, *(() if cell.flex else peers(backend)), *((EFFICIENT,) if cell.case == "bias" else ()))
     }
     if cell.flex:
         calls[FLEX] = flex(inputs, **theirs)

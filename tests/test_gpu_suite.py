@@ -311,7 +311,7 @@ def test_a_failure_is_a_line_of_the_record_and_the_next_check_runs(monkeypatch):
 
 
 def test_jobs_cover_every_check_and_name_no_other():
-    pairs = [pair for job in suite.jobs() for pair in job]
+    pairs = [pair for job in suite.jobs("tiled") for pair in job]
     assert {name for name, _ in pairs} == set(suite.CHECKS)
     assert len(pairs) == len(set(pairs))
     features = {c.split()[0] for n, c in pairs if n == "real sizes"}
@@ -453,7 +453,7 @@ def test_what_the_time_did_not_allow_is_in_the_record(tmp_path, monkeypatch):
     run = gpu.Run(record, tmp_path / "x" / "tiled.json", workers=1, budget=0)
     monkeypatch.setattr(gpu, "crew", inline)
     run.speed([gpu_speed.Cell("full", 16, 128, False)])
-    run.prove(suite.jobs(), gpu.judge_jobs(("float16", "float32")))
+    run.prove(suite.jobs("tiled"), gpu.judge_jobs(("float16", "float32")))
     assert run.record["speed_cells"] == [0, 1]
     assert {c["ok"] for c in run.record["suite"]} == {None}
     assert run.record["correctness"]["problems"] == 0
