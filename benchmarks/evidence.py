@@ -43,40 +43,41 @@ def table() -> str:
 
 
 def speeds() -> str:
-    """TFLOP/s of the records as a Markdown table, forward / backward."""
-    lines = []
+    """TFLOP/s of the records as Markdown tables, forward / backward."""
+    tables = []
     for r in records():
         if rows := r.get("speed_tflops"):
             names = _contestants(rows)
-            lines += _header(f"{r['gpu']}, bf16", names)
-            for row in rows:
-                lines.append(_row(row, [_pair(row.get(n), lambda x: f"{x:.0f}") for n in names]))
-    return "\n".join(lines)
+            lines = [_row(row, [_pair(row.get(n), lambda x: f"{x:.0f}") for n in names]) for row in rows]
+            tables.append("\n".join([*_header(f"{r['gpu']}, bf16", names), *lines]))
+    return "\n\n".join(tables)
 
 
 def ratios() -> str:
-    """How many times as long the peers take, forward / backward, as a Markdown table. Empty without such records."""
-    lines = []
+    """How many times as long the peers take, forward / backward, as Markdown tables. Empty without such records."""
+    tables = []
     for r in records():
         ours, rows = r["backend"], r.get("speed_ratios", [])
         if names := [n for n in _contestants(rows) if n != ours]:
-            lines += _header(f"{r['gpu']}, bf16, {state(r)}: time / time of {ours}", names)
-            lines += [_row(row, [_ratio(row.get(n), row[ours]) for n in names]) for row in rows]
-    return "\n".join(lines)
+            lines = [_row(row, [_ratio(row.get(n), row[ours]) for n in names]) for row in rows]
+            title = f"{r['gpu']}, bf16, {state(r)}: time / time of {ours}"
+            tables.append("\n".join([*_header(title, names), *lines]))
+    return "\n\n".join(tables)
 
 
 def suite() -> str:
-    """The checks of the GPU suite as a Markdown table. Empty without such records."""
-    lines = []
+    """The checks of the GPU suite as Markdown tables. Empty without such records."""
+    tables = []
     for r in records():
         if checks := r.get("suite"):
-            lines += [
+            lines = [
                 f"| {r['backend']} on {r['gpu']}, {state(r)} | passed | not run | what was found |",
                 "|---" * 4 + "|",
             ]
             for name, group in groupby(sorted(checks, key=lambda c: c["name"]), key=lambda c: c["name"]):
                 lines.append(f"| {name} | {_counts(list(group))} |")
-    return "\n".join(lines)
+            tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
 def failures() -> str:
