@@ -175,6 +175,21 @@ def test_what_is_written_once_is_that_of_the_structure():
     assert [lower(x)[0].keep for x in made] == kept
 
 
+def test_the_structures_used_last_are_remembered(monkeypatch):
+    from tilewise.backends.triton import lower
+
+    monkeypatch.setattr(lower, "_MOST", 3)
+    monkeypatch.setattr(lower, "_lowered", lower.OrderedDict())
+    band = masks.causal()
+    made = [band, ~band, band & band, band | band]
+    first, second, third = (lower.lower(x)[0] for x in made[:3])
+    assert lower.lower(band)[0] is first
+    lower.lower(made[3])
+    assert [lower.lower(x)[0] for x in (band, made[2])] == [first, third]
+    assert len(lower._lowered) == 3
+    assert lower.lower(~band)[0] is not second
+
+
 # --- lists of tiles -------------------------------------------------------------------------------
 
 

@@ -51,6 +51,7 @@ def request(dtype, d, features):
     given = {
         "plain": lambda: {},
         "causal": lambda: {"mask": masks.causal() & masks.window(300, 0)},
+        "documents": lambda: {"mask": masks.documents(make(B, L, dtype=torch.int64))},
         "lists": lambda: {
             "mask": masks.causal() & masks.documents(make(B, L, dtype=torch.int64)),
             "alibi": make(1, H, dtype=dtype),

@@ -166,6 +166,11 @@ def dot(a, b, acc, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
         tl.debug_barrier()  # without tensor cores operands pass through registers: of one product at a time
     if acc is None:
         return tl.dot(a, b, input_precision=PRECISION)
+    elif a.dtype == tl.float32 and PRECISION == "ieee":
+        # Added as a whole: one chain of additions over all keys would round each of their products to the size of the
+        # sum. As an fma, since the compiler makes of a sum with a product just that chain.
+        product = tl.dot(a, b, input_precision=PRECISION)
+        return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION)
 
