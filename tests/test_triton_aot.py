@@ -66,6 +66,9 @@ def request(dtype, d, features):
             "rng": make(2, dtype=torch.int64),
             "want_max_logits": True,
         },
+        "alibi": lambda: {"mask": masks.causal(), "alibi": make(1, H, dtype=dtype)},
+        "softcap": lambda: {"softcap": 30.0},
+        "own_bias": lambda: {"bias": make(B, H, L, L, dtype=dtype)},
         "shared_bias": lambda: {"bias": make(1, H, L, L, dtype=dtype)},
     }[features]()
     q, k, v = (make(B, heads, L, d, dtype=dtype) for heads in (H, H // 2, H // 2))
@@ -94,7 +97,7 @@ def test_the_cases_are_all_configurations(monkeypatch):
     for target, (_, gpu) in aot.TARGETS.items():
         for half in (True, False):
             for direction, rows in config.tables(half, gpu).items():
-                for c in {c for row in rows for c in (row.plain, row.masked, row.extra)}:
+                for c in {c for row in rows for c in (row.plain, row.masked, row.light, row.bias, row.extra)}:
                     block_n = None if direction == config.DELTA else c.block_n
                     wanted = (target, half, direction, c.block_m, block_n, c.num_warps, c.num_stages)
                     assert wanted in launched

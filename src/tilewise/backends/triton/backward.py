@@ -22,15 +22,18 @@ from .primitives import (
     any_odd,
     apart,
     cleaned,
+    distance,
     dot,
     exp_scores,
     head_base,
+    head_slope,
     hidden_zero,
     kept,
     load_row,
     load_tile,
     odd_sum,
     offset64,
+    pair_ptrs,
     pick,
     scores,
     sequence,
@@ -71,15 +74,16 @@ def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.co
 
 @triton.jit
 def grad_scores(
-    s, dp, i, j, lse, low, delta, alive, keep, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, survivor_weight,
-    has_low: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    s, dp, i, j, i0, j0, lse, low, delta, alive, keep, len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
+    survivor_weight, has_low: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, TAIL: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """From q k^T and dO v^T of a tile: P after dropout, dS before and after the softcap, and what is kept.
 
     All that is not kept is 0, whatever stands there; keep None keeps all but what the bias excludes. lse, low and delta
     broadcast along the keys.
     """
-    s, t = scores(s, i, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
+    s, t = scores(s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT, TAIL, WIDE)
     if has_low:  # noqa: SIM108 - P = exp(S - lse) * exp(-lse_low)
         p = tl.exp2(((s - lse) - low) * LOG2E)
     else:
@@ -109,15 +113,6 @@ def grad_scores(
 def scaled(x, scale):
     """x * scale, for a sum x: one of nothing stays 0 under a scale that is not a number."""
     return tl.where(x == 0, 0.0, x * scale)
-
-
-@triton.jit
-def head_slope(alibi, strides, b, h, UNIT: tl.constexpr):
-    """The ALiBi slope of a head in the unit of the scores."""
-    slope = tl.load(alibi + b * strides[0] + h * strides[1]).to(tl.float32)
-    if UNIT != NATURAL:
-        slope = slope * LOG2E
-    return slope
 
 
 # --- delta ----------------------------------------------------------------------------------------
@@ -185,8 +180,8 @@ def add_rows(
         inside = (tl.arange(0, BLOCK_M) < len_q - i0)[None, :]
         keep = kept(b, h, i, j, inside, len_q, len_k, m, KEEP) if MASKED else None
         p, _, ds, keep = grad_scores(
-            s, dp, i, j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k, qk_scale,
-            cap, bias, bias_strides, slope, survivor_weight, low is not None, UNIT, SOFTCAP,
+            s, dp, i, j, i0, j0, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k,
+            qk_scale, cap, bias, bias_strides, slope, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED, WIDE,
         )  # fmt: skip
         if CAREFUL:
             do, found = cleaned(do, keep)
@@ -219,9 +214,9 @@ def odd_queries(
         alive = tl.max(tl.where(four & (tl.arange(0, 4) == j % 4)[:, None], 1, 0), 0)[None, :] > 0
     at_j = j + tl.zeros([1, 1], tl.int32)
     p, _, ds, keep = grad_scores(
-        s, dp, i, at_j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive,
+        s, dp, i, at_j, i0, j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive,
         kept(b, h, i, at_j, i < len_q, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
-        survivor_weight, low is not None, UNIT, SOFTCAP,
+        survivor_weight, low is not None, UNIT, SOFTCAP, True, WIDE,
     )  # fmt: skip
     return odd_sum(ds, keep, q), odd_sum(p, keep, do)
 
@@ -245,10 +240,11 @@ def add_odd_heads(
         if bias is not None:
             bias_base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
         if alibi is not None:
-            slope = head_slope(alibi, alibi_strides, b, h, UNIT)
+            slope = head_slope(alibi, alibi_strides, b, h, qk_scale, UNIT)
         where, n_full, n_all, full, first = visits(
-            b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
-        )
+            b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M,
+            bias is not None,
+        )  # fmt: skip
         for t in tl.range(0, n_all * (BLOCK_M // 16), num_stages=1):
             i0 = visited16(t, lists, where, n_full, full, first, BLOCK_M)
             more_k, more_v = odd_queries(
@@ -291,10 +287,11 @@ def dkdv_tile(
         if bias is not None:
             bias_base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
         if alibi is not None:
-            slope = head_slope(alibi, alibi_strides, b, h, UNIT)
+            slope = head_slope(alibi, alibi_strides, b, h, qk_scale, UNIT)
         where, n_full, n_all, full, first = visits(
-            b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
-        )
+            b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M,
+            bias is not None,
+        )  # fmt: skip
         if not CAREFUL:
             acc_k, acc_v, odd = add_rows(
                 acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
@@ -394,15 +391,15 @@ def add_cols(
             alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
         keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP) if MASKED else None
         _, ds_bias, ds, keep = grad_scores(
-            s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k, qk_scale,
-            cap, bias, bias_strides, slope, survivor_weight, has_low, UNIT, SOFTCAP,
+            s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
+            qk_scale, cap, bias, bias_strides, slope, survivor_weight, has_low, UNIT, SOFTCAP, MASKED, WIDE,
         )  # fmt: skip
         if dbias is not None:
-            at = i.to(tl.int64) * dbias_strides[2] + j.to(tl.int64) * dbias_strides[3]
-            tl.store(dbias + at, ds_bias.to(dbias.dtype.element_ty), mask=(i < len_q) & (j < len_k))
+            at = pair_ptrs(dbias, i, j, i0, j0, dbias_strides, WIDE)
+            inside = (i < len_q) & (j < len_k) if MASKED else None
+            tl.store(at, ds_bias.to(dbias.dtype.element_ty), mask=inside)
         if NEED_DALIBI:
-            far = tl.abs(i + (len_k - len_q) - j).to(tl.float32)
-            dalibi -= tl.sum(ds_bias * far, 1)
+            dalibi -= tl.sum(ds_bias * distance(i, j, i0, j0, len_q, len_k), 1)
         if NEED_DQ:
             if CAREFUL:
                 k, found = cleaned(k, keep)
@@ -429,8 +426,9 @@ def odd_keys(
         alive = survives(rng, threshold, bh, i, j0, 1, BLOCK_N)
     at_i = i + tl.zeros([1, 1], tl.int32)
     _, _, ds, keep = grad_scores(
-        s, dp, at_i, j, row_lse, row_low, row_delta, alive, kept(b, h, at_i, j, j < len_k, len_q, len_k, m, KEEP),
-        len_q, len_k, qk_scale, cap, bias, bias_strides, slope, survivor_weight, has_low, UNIT, SOFTCAP,
+        s, dp, at_i, j, i, j0, row_lse, row_low, row_delta, alive,
+        kept(b, h, at_i, j, j < len_k, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
+        survivor_weight, has_low, UNIT, SOFTCAP, True, WIDE,
     )  # fmt: skip
     return odd_sum(ds, keep, k)
 
@@ -454,9 +452,9 @@ def dq_tile(
     if dbias is not None:
         dbias += offset64(b, dbias_strides[0]) + offset64(h, dbias_strides[1])
     if alibi is not None:
-        slope = head_slope(alibi, alibi_strides, b, h, UNIT)
+        slope = head_slope(alibi, alibi_strides, b, h, qk_scale, UNIT)
     where, n_full, n_all, full, first = visits(
-        b, h, tile, i0, len_q, len_k, len_q, len_k, lists, list_strides, m, REACH, BLOCK_M, BLOCK_N
+        b, h, tile, i0, len_q, len_k, len_q, len_k, lists, list_strides, m, REACH, BLOCK_M, BLOCK_N, bias is not None
     )
     q_base, do_base = head_base(q, qs, b, h, first_q), head_base(do, dos, b, h, first_q)
     q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
@@ -583,8 +581,8 @@ def dbias_kernel(
                 alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
             base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
             _, ds, _, _ = grad_scores(
-                s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
-                qk_scale, cap, base, bias_strides, None, survivor_weight, low is not None, UNIT, SOFTCAP,
+                s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
+                qk_scale, cap, base, bias_strides, None, survivor_weight, low is not None, UNIT, SOFTCAP, True, WIDE,
             )  # fmt: skip
             acc += ds
     if SUM_ROWS and SUM_COLS:

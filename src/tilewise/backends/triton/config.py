@@ -16,6 +16,7 @@ import torch
 
 FORWARD, DELTA, DKDV, DQ, DBIAS = "forward", "delta", "dkdv", "dq", "dbias"
 DIRECTIONS = (FORWARD, DELTA, DKDV, DQ, DBIAS)
+LIGHT, BIAS, EXTRA = "light", "bias", "extra"  # changes of the scores
 BUCKETS = (16, 32, 64, 128, 256, 512)  # head dims are padded to these inside the kernels
 SM80, SM90, AMD, INTERPRETER = "sm_80", "sm_90", "gfx942", "interpreter"
 
@@ -61,17 +62,32 @@ def has_tf32(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """The configurations for head dims up to ``most``: without a mask, with one, and with more than that."""
+    """The configurations for head dims up to ``most``.
+
+    Without a mask, with one, and, with or without, with changes of the scores: ALiBi or a softcap alone, a bias alone,
+    and whatever else (dropout, several at once).
+    """
 
     most: int
     plain: Config
     masked: Config
+    light: Config
+    bias: Config
     extra: Config
 
 
-def row(most: int, plain: Config, masked: Config | None = None, extra: Config | None = None) -> Row:
+def row(
+    most: int,
+    plain: Config,
+    masked: Config | None = None,
+    extra: Config | None = None,
+    light: Config | None = None,
+    bias: Config | None = None,
+) -> Row:
+    """What is not given is as ``masked``, and that as ``plain``; ALiBi, a softcap or a bias as ``extra``."""
     masked = masked or plain
-    return Row(most, plain, masked, extra or masked)
+    extra = extra or masked
+    return Row(most, plain, masked, light or extra, bias or extra, extra)
 
 
 # A kernel with a mask carries the careful products beside the fast ones, and ptxas gives a kernel one set of registers:
@@ -172,16 +188,18 @@ def tables(half: bool, gpu: str) -> dict[str, tuple[Row, ...]]:
 
 
 @lru_cache
-def choose(direction: str, d: int, dv: int, half: bool, masked: bool, extra: bool, gpu: str) -> Config:
+def choose(direction: str, d: int, dv: int, half: bool, masked: bool, changes: str | None, gpu: str) -> Config:
     """The configuration of a kernel.
 
-    d, dv: bucketed head dims. half: fp16 or bf16. masked: there is a mask. extra: there is a bias (also ALiBi), a
-    softcap or dropout, which need registers beside the scores.
+    d, dv: bucketed head dims. half: fp16 or bf16. masked: there is a mask. changes: of the scores, LIGHT, BIAS or
+    EXTRA.
     """
     if gpu == INTERPRETER:
         return _interpreted
     found = next(r for r in tables(half, gpu)[direction] if max(d, dv) <= r.most)
-    return found.extra if extra else found.masked if masked else found.plain
+    if changes is not None:
+        return {LIGHT: found.light, BIAS: found.bias, EXTRA: found.extra}[changes]
+    return found.masked if masked else found.plain
 
 
 _interpreted = Config(16, 16, 4, 1)  # enough tiles to prove the loops, few enough to be quick
