@@ -75,20 +75,20 @@ def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.co
 @triton.jit
 def grad_scores(
     s, dp, i, j, i0, j0, lse, low, delta, alive, keep, len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
-    survivor_weight, has_low: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, TAIL: tl.constexpr,
+    survivor_weight, has_low: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """From q k^T and dO v^T of a tile: P after dropout, dS before and after the softcap, and what is kept.
 
     All that is not kept is 0, whatever stands there; keep None keeps all but what the bias excludes. lse, low and delta
-    broadcast along the keys.
+    broadcast along the keys. Without MASKED what a bias of -inf hides is 0 only where it is finite, as in ``scores``.
     """
-    s, t = scores(s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT, TAIL, WIDE)
+    s, t = scores(s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT, MASKED, WIDE)
     if has_low:  # noqa: SIM108 - P = exp(S - lse) * exp(-lse_low)
         p = tl.exp2(((s - lse) - low) * LOG2E)
     else:
         p = exp_scores(s, lse, qk_scale, UNIT)
-    if bias is not None:
+    if MASKED and bias is not None:
         keep = s != -INF if keep is None else keep & (s != -INF)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
@@ -392,7 +392,8 @@ def add_cols(
         keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP) if MASKED else None
         _, ds_bias, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
-            qk_scale, cap, bias, bias_strides, slope, survivor_weight, has_low, UNIT, SOFTCAP, MASKED, WIDE,
+            qk_scale, cap, bias, bias_strides, slope, survivor_weight, has_low, UNIT, SOFTCAP,
+            MASKED or not NEED_DQ, WIDE,  # without dQ nothing tells of NaN
         )  # fmt: skip
         if dbias is not None:
             at = pair_ptrs(dbias, i, j, i0, j0, dbias_strides, WIDE)

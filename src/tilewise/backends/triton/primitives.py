@@ -238,11 +238,12 @@ def pair_ptrs(base, i, j, i0, j0, strides, WIDE: tl.constexpr):
 @triton.jit
 def scores(
     s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
-    SOFTCAP: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
+    SOFTCAP: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Scores from s = q k^T: scale, softcap, bias; and the tanh of the softcap. -inf where the bias is, even on NaN.
+    """Scores from s = q k^T: scale, softcap, bias; and the tanh of the softcap.
 
-    i0, j0: the first of i and j. TAIL: some may pass the end.
+    i0, j0: the first of i and j. MASKED: some may pass the end, and a score is -inf where the bias is, even on NaN. In
+    other tiles that NaN stays, and the program finds it at its end.
     """
     t = s
     if UNIT != FOLDED:
@@ -258,11 +259,11 @@ def scores(
         s -= slope * distance(i, j, i0, j0, len_q, len_k)
     if bias is not None:
         at = pair_ptrs(bias, i, j, i0, j0, bias_strides, WIDE)
-        if TAIL:
+        if MASKED:
             add = tl.load(at, mask=(i < len_q) & (j < len_k), other=0.0).to(tl.float32)
+            s = tl.where(add == -INF, -INF, s + add)
         else:
-            add = tl.load(at).to(tl.float32)
-        s = tl.where(add == -INF, -INF, s + add)
+            s = s + tl.load(at).to(tl.float32)
     return s, t
 
 
