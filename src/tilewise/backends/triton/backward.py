@@ -29,6 +29,7 @@ from .primitives import (
     head_slope,
     hidden_zero,
     kept,
+    load_bias,
     load_row,
     load_tile,
     odd_sum,
@@ -74,16 +75,15 @@ def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.co
 
 @triton.jit
 def grad_scores(
-    s, dp, i, j, i0, j0, lse, low, delta, alive, keep, len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
-    survivor_weight, has_low: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-    WIDE: tl.constexpr,
+    s, dp, i, j, i0, j0, lse, low, delta, alive, keep, len_q, len_k, qk_scale, cap, bias, slope, survivor_weight,
+    has_low: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """From q k^T and dO v^T of a tile: P after dropout, dS before and after the softcap, and what is kept.
 
     All that is not kept is 0, whatever stands there; keep None keeps all but what the bias excludes. lse, low and delta
     broadcast along the keys. Without MASKED what a bias of -inf hides is 0 only where it is finite, as in ``scores``.
     """
-    s, t = scores(s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT, MASKED, WIDE)
+    s, t = scores(s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, slope, SOFTCAP, UNIT, MASKED)
     if has_low:  # noqa: SIM108 - P = exp(S - lse) * exp(-lse_low)
         p = tl.exp2(((s - lse) - low) * LOG2E)
     else:
@@ -179,9 +179,10 @@ def add_rows(
             alive = tl.trans(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N))
         inside = (tl.arange(0, BLOCK_M) < len_q - i0)[None, :]
         keep = kept(b, h, i, j, inside, len_q, len_k, m, KEEP) if MASKED else None
+        add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
         p, _, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k,
-            qk_scale, cap, bias, bias_strides, slope, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED, WIDE,
+            qk_scale, cap, add, slope, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
         )  # fmt: skip
         if CAREFUL:
             do, found = cleaned(do, keep)
@@ -213,10 +214,11 @@ def odd_queries(
         four = tl.trans(survives(rng, threshold, bh, i0, j // 4 * 4, BLOCK_M, 4))  # (4, M)
         alive = tl.max(tl.where(four & (tl.arange(0, 4) == j % 4)[:, None], 1, 0), 0)[None, :] > 0
     at_j = j + tl.zeros([1, 1], tl.int32)
+    add = load_bias(bias, i, at_j, i0, j, len_q, len_k, bias_strides, True, WIDE)
     p, _, ds, keep = grad_scores(
         s, dp, i, at_j, i0, j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive,
-        kept(b, h, i, at_j, i < len_q, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
-        survivor_weight, low is not None, UNIT, SOFTCAP, True, WIDE,
+        kept(b, h, i, at_j, i < len_q, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, add, slope,
+        survivor_weight, low is not None, UNIT, SOFTCAP, True,
     )  # fmt: skip
     return odd_sum(ds, keep, q), odd_sum(p, keep, do)
 
@@ -390,10 +392,11 @@ def add_cols(
         if rng is not None:
             alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
         keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP) if MASKED else None
+        add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
         _, ds_bias, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
-            qk_scale, cap, bias, bias_strides, slope, survivor_weight, has_low, UNIT, SOFTCAP,
-            MASKED or not NEED_DQ, WIDE,  # without dQ nothing tells of NaN
+            qk_scale, cap, add, slope, survivor_weight, has_low, UNIT, SOFTCAP,
+            MASKED or not NEED_DQ,  # without dQ nothing tells of NaN
         )  # fmt: skip
         if dbias is not None:
             at = pair_ptrs(dbias, i, j, i0, j0, dbias_strides, WIDE)
@@ -426,10 +429,11 @@ def odd_keys(
     if rng is not None:
         alive = survives(rng, threshold, bh, i, j0, 1, BLOCK_N)
     at_i = i + tl.zeros([1, 1], tl.int32)
+    add = load_bias(bias, at_i, j, i, j0, len_q, len_k, bias_strides, True, WIDE)
     _, _, ds, keep = grad_scores(
         s, dp, at_i, j, i, j0, row_lse, row_low, row_delta, alive,
-        kept(b, h, at_i, j, j < len_k, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
-        survivor_weight, has_low, UNIT, SOFTCAP, True, WIDE,
+        kept(b, h, at_i, j, j < len_k, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, add, slope,
+        survivor_weight, has_low, UNIT, SOFTCAP, True,
     )  # fmt: skip
     return odd_sum(ds, keep, k)
 
@@ -559,6 +563,8 @@ def dbias_kernel(
     i0, j0 = row * BLOCK_M, col * BLOCK_N
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     j = j0 + tl.arange(0, BLOCK_N)[None, :]
+    base = bias + offset64(b0, bias_strides[0]) + offset64(h0, bias_strides[1])  # strides are 0 where it is shared
+    add = load_bias(base, i, j, i0, j0, max_q, max_k, bias_strides, True, WIDE)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for n in range(0, (batch // n_b) * (heads // n_h)):
         b = tl.where(n_b == 1, n // (heads // n_h), b0)
@@ -580,10 +586,9 @@ def dbias_kernel(
             alive = None
             if rng is not None:
                 alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
-            base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
             _, ds, _, _ = grad_scores(
                 s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
-                qk_scale, cap, base, bias_strides, None, survivor_weight, low is not None, UNIT, SOFTCAP, True, WIDE,
+                qk_scale, cap, add, None, survivor_weight, low is not None, UNIT, SOFTCAP, True,
             )  # fmt: skip
             acc += ds
     if SUM_ROWS and SUM_COLS:

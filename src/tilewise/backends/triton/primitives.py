@@ -236,14 +236,27 @@ def pair_ptrs(base, i, j, i0, j0, strides, WIDE: tl.constexpr):
 
 
 @triton.jit
+def load_bias(bias, i, j, i0, j0, len_q, len_k, strides, MASKED: tl.constexpr, WIDE: tl.constexpr):
+    """The bias of pairs, 0 beyond the edges, in its own dtype; None of None. MASKED: some may pass the end."""
+    if bias is None:
+        return None
+    else:
+        at = pair_ptrs(bias, i, j, i0, j0, strides, WIDE)
+        if MASKED:
+            return tl.load(at, mask=(i < len_q) & (j < len_k), other=0.0)
+        else:
+            return tl.load(at)
+
+
+@triton.jit
 def scores(
-    s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
-    SOFTCAP: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, slope,
+    SOFTCAP: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores from s = q k^T: scale, softcap, bias; and the tanh of the softcap.
 
-    i0, j0: the first of i and j. MASKED: some may pass the end, and a score is -inf where the bias is, even on NaN. In
-    other tiles that NaN stays, and the program finds it at its end.
+    i0, j0: the first of i and j. bias: its tile. MASKED: a score is -inf where the bias is, even on NaN; in other tiles
+    that NaN stays, and the program finds it at its end.
     """
     t = s
     if UNIT != FOLDED:
@@ -258,12 +271,8 @@ def scores(
     if slope is not None:
         s -= slope * distance(i, j, i0, j0, len_q, len_k)
     if bias is not None:
-        at = pair_ptrs(bias, i, j, i0, j0, bias_strides, WIDE)
-        if MASKED:
-            add = tl.load(at, mask=(i < len_q) & (j < len_k), other=0.0).to(tl.float32)
-            s = tl.where(add == -INF, -INF, s + add)
-        else:
-            s = s + tl.load(at).to(tl.float32)
+        add = bias.to(tl.float32)
+        s = tl.where(add == -INF, -INF, s + add) if MASKED else s + add
     return s, t
 
 
