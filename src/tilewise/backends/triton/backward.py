@@ -179,7 +179,9 @@ def add_rows(
             alive = tl.trans(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N))
         inside = (tl.arange(0, BLOCK_M) < len_q - i0)[None, :]
         keep = kept(b, h, i, j, inside, len_q, len_k, m, KEEP) if MASKED else None
-        add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
+        add = bias
+        if bias is not None:
+            add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
         p, _, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k,
             qk_scale, cap, add, slope, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
@@ -214,7 +216,9 @@ def odd_queries(
         four = tl.trans(survives(rng, threshold, bh, i0, j // 4 * 4, BLOCK_M, 4))  # (4, M)
         alive = tl.max(tl.where(four & (tl.arange(0, 4) == j % 4)[:, None], 1, 0), 0)[None, :] > 0
     at_j = j + tl.zeros([1, 1], tl.int32)
-    add = load_bias(bias, i, at_j, i0, j, len_q, len_k, bias_strides, True, WIDE)
+    add = bias
+    if bias is not None:
+        add = load_bias(bias, i, at_j, i0, j, len_q, len_k, bias_strides, True, WIDE)
     p, _, ds, keep = grad_scores(
         s, dp, i, at_j, i0, j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive,
         kept(b, h, i, at_j, i < len_q, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, add, slope,
@@ -392,7 +396,9 @@ def add_cols(
         if rng is not None:
             alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
         keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP) if MASKED else None
-        add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
+        add = bias
+        if bias is not None:
+            add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
         _, ds_bias, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
             qk_scale, cap, add, slope, survivor_weight, has_low, UNIT, SOFTCAP,
@@ -429,7 +435,9 @@ def odd_keys(
     if rng is not None:
         alive = survives(rng, threshold, bh, i, j0, 1, BLOCK_N)
     at_i = i + tl.zeros([1, 1], tl.int32)
-    add = load_bias(bias, at_i, j, i, j0, len_q, len_k, bias_strides, True, WIDE)
+    add = bias
+    if bias is not None:
+        add = load_bias(bias, at_i, j, i, j0, len_q, len_k, bias_strides, True, WIDE)
     _, _, ds, keep = grad_scores(
         s, dp, at_i, j, i, j0, row_lse, row_low, row_delta, alive,
         kept(b, h, at_i, j, j < len_k, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, add, slope,

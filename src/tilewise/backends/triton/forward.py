@@ -63,7 +63,9 @@ def fold(
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
         s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
-        add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
+        add = bias
+        if bias is not None:
+            add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
         s, _ = scores(s, i, j, i0, j0, len_q, len_k, qk_scale, cap, add, slope, SOFTCAP, UNIT, MASKED)
         if MASKED:
             keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP)
@@ -102,7 +104,9 @@ def odd_values(
     k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
     s = tl.sum(k.to(tl.float32) * load_row(q_base, i, len_q, qs, D, BLOCK_D), 1)[None, :]  # (1, N)
     at = i + tl.zeros([1, 1], tl.int32)
-    add = load_bias(bias, at, j, i, j0, len_q, len_k, bias_strides, True, WIDE)
+    add = bias
+    if bias is not None:
+        add = load_bias(bias, at, j, i, j0, len_q, len_k, bias_strides, True, WIDE)
     s, _ = scores(s, at, j, i, j0, len_q, len_k, qk_scale, cap, add, slope, SOFTCAP, UNIT, True)
     keep = kept(b, h, at, j, j < len_k, len_q, len_k, m, KEEP)
     if bias is not None:

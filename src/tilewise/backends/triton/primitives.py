@@ -237,15 +237,12 @@ def pair_ptrs(base, i, j, i0, j0, strides, WIDE: tl.constexpr):
 
 @triton.jit
 def load_bias(bias, i, j, i0, j0, len_q, len_k, strides, MASKED: tl.constexpr, WIDE: tl.constexpr):
-    """The bias of pairs, 0 beyond the edges, in its own dtype; None of None. MASKED: some may pass the end."""
-    if bias is None:
-        return None
+    """The bias of pairs, 0 beyond the edges, in its own dtype. MASKED: some may pass the end."""
+    at = pair_ptrs(bias, i, j, i0, j0, strides, WIDE)
+    if MASKED:
+        return tl.load(at, mask=(i < len_q) & (j < len_k), other=0.0)
     else:
-        at = pair_ptrs(bias, i, j, i0, j0, strides, WIDE)
-        if MASKED:
-            return tl.load(at, mask=(i < len_q) & (j < len_k), other=0.0)
-        else:
-            return tl.load(at)
+        return tl.load(at)
 
 
 @triton.jit
