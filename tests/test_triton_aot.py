@@ -37,7 +37,15 @@ for _target, _dims in (("sm_80", (64, 128, 256, 512)), ("sm_90", (64, 128, 256, 
     CASES[_target, "tf32", 64] = ["causal"]
 for _d in (64, 128):
     for _target in ("sm_80", "sm_90"):
-        CASES[_target, "bfloat16", _d] += ["lists", "shared_bias forward_kernel"]
+        CASES[_target, "bfloat16", _d] += [
+            "documents",
+            "lists",
+            "alibi",
+            "softcap",
+            "own_bias",
+            "shared_bias forward_kernel",
+        ]
+CASES["sm_90", "bfloat16", 256] += ["alibi", "softcap"]
 for _d in (16, 96):  # 96 is padded inside the kernels
     CASES["sm_90", "bfloat16", _d] = ["causal"]
 
@@ -47,7 +55,8 @@ def make(*shape, dtype):
 
 
 def request(dtype, d, features):
-    """No mask; ranges of tiles; lists of tiles; everything at once; a bias whose gradient is summed."""
+    """No mask; ranges of tiles; lists of tiles; everything at once; changes of the scores alone, as the tables tell them
+    apart; a bias whose gradient is summed."""
     given = {
         "plain": lambda: {},
         "causal": lambda: {"mask": masks.causal() & masks.window(300, 0)},

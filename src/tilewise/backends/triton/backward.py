@@ -164,7 +164,8 @@ def add_rows(
     Tiles are transposed, (N, M), as P^T and dS^T are needed.
     """
     j = j0 + tl.arange(0, BLOCK_N)[:, None]
-    for t in tl.range(t0, t1, num_stages=1 if CAREFUL else None):
+    # A bias beyond whose edges nothing is read has addresses and masks of each element: too many to load ahead.
+    for t in tl.range(t0, t1, num_stages=1 if CAREFUL or (MASKED and bias is not None) else None):
         i0 = visited(t, lists, where, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_M
         i = i0 + tl.arange(0, BLOCK_M)[None, :]
         q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
