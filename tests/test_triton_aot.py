@@ -100,7 +100,9 @@ def test_the_cases_are_all_configurations(monkeypatch):
     for target, (_, gpu) in aot.TARGETS.items():
         for half in (True, False):
             for direction, rows in config.tables(half, gpu).items():
-                for c in {c for row in rows for c in (row.plain, row.masked, row.light, row.bias, row.extra)}:
+                for c in {
+                    c for row in rows for c in (row.plain, row.masked, row.lists, row.light, row.bias, row.extra)
+                }:
                     block_n = None if direction == config.DELTA else c.block_n
                     wanted = (target, half, direction, c.block_m, block_n, c.num_warps, c.num_stages)
                     assert wanted in launched

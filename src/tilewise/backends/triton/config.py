@@ -16,6 +16,7 @@ import torch
 
 FORWARD, DELTA, DKDV, DQ, DBIAS = "forward", "delta", "dkdv", "dq", "dbias"
 DIRECTIONS = (FORWARD, DELTA, DKDV, DQ, DBIAS)
+RANGES, LISTS = "ranges", "lists"  # how a mask says which tiles to visit
 LIGHT, BIAS, EXTRA = "light", "bias", "extra"  # changes of the scores
 BUCKETS = (16, 32, 64, 128, 256, 512)  # head dims are padded to these inside the kernels
 SM80, SM90, AMD, INTERPRETER = "sm_80", "sm_90", "gfx942", "interpreter"
@@ -64,13 +65,14 @@ def has_tf32(device: torch.device) -> bool:
 class Row:
     """The configurations for head dims up to ``most``.
 
-    Without a mask, with one, and, with or without, with changes of the scores: ALiBi or a softcap alone, a bias alone,
-    and whatever else (dropout, several at once).
+    Without a mask, with ranges or lists of tiles, and, whatever the mask, with changes of the scores: ALiBi or a
+    softcap alone, a bias alone, and whatever else (dropout, several at once).
     """
 
     most: int
     plain: Config
     masked: Config
+    lists: Config
     light: Config
     bias: Config
     extra: Config
@@ -81,13 +83,14 @@ def row(
     plain: Config,
     masked: Config | None = None,
     extra: Config | None = None,
+    lists: Config | None = None,
     light: Config | None = None,
     bias: Config | None = None,
 ) -> Row:
     """What is not given is as ``masked``, and that as ``plain``; ALiBi, a softcap or a bias as ``extra``."""
     masked = masked or plain
     extra = extra or masked
-    return Row(most, plain, masked, light or extra, bias or extra, extra)
+    return Row(most, plain, masked, lists or masked, light or extra, bias or extra, extra)
 
 
 # A kernel with a mask carries the careful products beside the fast ones, and ptxas gives a kernel one set of registers:
@@ -98,23 +101,29 @@ def row(
 _SM90: dict[str, tuple[Row, ...]] = {
     FORWARD: (
         # Best of 12 shapes each, bf16 at L = 4096 on an H200; 128 x 128 was 19 % slower at D = 64.
-        row(64, Config(128, 64, 8, 3), Config(64, 128, 4, 3), Config(128, 64, 8, 3), light=Config(64, 64, 4, 3)),
-        row(128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2), light=Config(64, 64, 4, 3)),
+        row(
+            64, Config(128, 64, 8, 3), Config(64, 128, 4, 3), Config(128, 64, 8, 3),
+            lists=Config(64, 64, 4, 3), light=Config(64, 64, 4, 3),
+        ),
+        row(
+            128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2),
+            lists=Config(128, 64, 8, 3), light=Config(64, 64, 4, 3), bias=Config(64, 32, 4, 3),
+        ),
         row(256, Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2), light=Config(64, 64, 8, 2)),
         row(512, Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 2)),  # 64 rows would spill: mma.sync
     ),
     # K and V stay, dK and dV are the accumulators: many keys, as traffic on q and dO falls with their number. Few
     # queries, so that three stages fit: worth 20 % of the whole backward at D = 64, 9 % at D = 128.
     # 128 keys spill beside a mask. 64 have at D = 64 the products a byte of q and dO that they have at D = 128.
-    # A bias is read across its rows, and what stays is read once: with 128 keys twice as fast as with 64.
+    # A third stage beside lists, ALiBi or a softcap has addresses that spill at D = 128.
     DKDV: (
         row(
             64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(32, 64, 8, 2),
-            light=Config(64, 64, 4, 3), bias=Config(32, 128, 8, 3),
+            light=Config(64, 64, 4, 3), bias=Config(32, 64, 4, 2),
         ),
         row(
-            128, Config(32, 64, 4, 3), Config(32, 64, 4, 2), Config(16, 64, 8, 3),
-            light=Config(32, 64, 4, 2), bias=Config(16, 128, 8, 3),
+            128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 3),
+            lists=Config(32, 64, 4, 2), light=Config(32, 64, 4, 2), bias=Config(16, 128, 8, 3),
         ),
         row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 2)),  # 64 keys would spill: mma.sync
         row(512, Config(16, 16, 8, 1)),
@@ -201,10 +210,10 @@ def tables(half: bool, gpu: str) -> dict[str, tuple[Row, ...]]:
 
 
 @lru_cache
-def choose(direction: str, d: int, dv: int, half: bool, masked: bool, changes: str | None, gpu: str) -> Config:
+def choose(direction: str, d: int, dv: int, half: bool, mask: str | None, changes: str | None, gpu: str) -> Config:
     """The configuration of a kernel.
 
-    d, dv: bucketed head dims. half: fp16 or bf16. masked: there is a mask. changes: of the scores, LIGHT, BIAS or
+    d, dv: bucketed head dims. half: fp16 or bf16. mask: RANGES or LISTS. changes: of the scores, LIGHT, BIAS or
     EXTRA.
     """
     if gpu == INTERPRETER:
@@ -212,7 +221,7 @@ def choose(direction: str, d: int, dv: int, half: bool, masked: bool, changes: s
     found = next(r for r in tables(half, gpu)[direction] if max(d, dv) <= r.most)
     if changes is not None:
         return {LIGHT: found.light, BIAS: found.bias, EXTRA: found.extra}[changes]
-    return found.masked if masked else found.plain
+    return found.plain if mask is None else found.lists if mask == LISTS else found.masked
 
 
 _interpreted = Config(16, 16, 4, 1)  # enough tiles to prove the loops, few enough to be quick

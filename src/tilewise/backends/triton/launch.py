@@ -13,7 +13,7 @@ from ...masks import Mask
 from ...philox import threshold
 from ...request import Request
 from . import config, tune
-from .config import BIAS, EXTRA, LIGHT, Config
+from .config import BIAS, EXTRA, LIGHT, LISTS, RANGES, Config
 from .lists import classify_kernel, list_kernel
 from .lower import Lowered, lower
 from .primitives import FOLDED, LOG2, NATURAL
@@ -72,7 +72,8 @@ class Problem:
 
     def config(self, direction: str) -> Config:
         r = self.r
-        asked = (direction, self.block_d, self.block_dv, self.half, r.mask is not None, self._changes(), self.gpu)
+        mask = None if r.mask is None else RANGES if self.mask.verdict is None else LISTS
+        asked = (direction, self.block_d, self.block_dv, self.half, mask, self._changes(), self.gpu)
         return tune.choose(r.device, *asked) if tune.ENABLED else config.choose(*asked)
 
     def strides(self, x: Tensor) -> tuple[int, ...]:
