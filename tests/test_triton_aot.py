@@ -70,7 +70,7 @@ def request(dtype, d, features):
             "want_max_logits": True,
         },
         "alibi": lambda: {"mask": masks.causal(), "alibi": make(1, H, dtype=dtype)},
-        "softcap": lambda: {"softcap": 30.0},
+        "softcap": lambda: {"mask": masks.causal(), "softcap": 30.0},
         "own_bias": lambda: {"bias": make(B, H, L, L, dtype=dtype)},
         "shared_bias": lambda: {"bias": make(1, H, L, L, dtype=dtype)},
     }[features]()
