@@ -106,7 +106,7 @@ _SM90: dict[str, tuple[Row, ...]] = {
             lists=Config(64, 64, 4, 3), light=Config(64, 64, 4, 3),
         ),
         row(
-            128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2),
+            128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(128, 32, 8, 3),
             lists=Config(128, 64, 8, 3), light=Config(64, 64, 4, 3), bias=Config(64, 32, 4, 3),
         ),
         row(256, Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2), light=Config(64, 64, 8, 2)),
