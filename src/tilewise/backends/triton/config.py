@@ -119,11 +119,11 @@ _SM90: dict[str, tuple[Row, ...]] = {
     # softcap, which take 11 and 16 % less time, and at D = 64 as many queries beside ALiBi and lists, 6 % less.
     DKDV: (
         row(
-            64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(32, 64, 8, 2),
+            64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(16, 64, 8, 2),
             light=Config(32, 64, 4, 3), bias=Config(32, 64, 4, 2),
         ),
         row(
-            128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 3),
+            128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(16, 32, 8, 2),
             lists=Config(32, 64, 4, 2), light=Config(32, 128, 8, 2), bias=Config(16, 128, 8, 3),
         ),
         row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 2)),  # 64 keys would spill: mma.sync
