@@ -1,5 +1,6 @@
 """The doctor: it names each symptom at its place, is silent on a healthy model, and changes nothing."""
 
+import contextlib
 import gc
 import importlib.util
 import json
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 import tilewise
 from tilewise import api, masks
@@ -713,6 +715,103 @@ def test_the_median_step_is_of_those_after_the_first():
     assert steps.median([steps.Step("forward", 7.0, {}), *made]).seconds == 2.0
     assert steps.median(made[:1]).seconds == 9.0
     assert steps.median([]) is None
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(steps, "on_gpu", lambda: True)
+    monkeypatch.setattr(steps, "_wait", lambda: None)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj, self.dropout_p = nn.Linear(8, 8), 0.0
+
+    def forward(self, x):
+        q = self.proj(x)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout_p)
+
+
+def train(model, count, around=contextlib.nullcontext):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(count):
+        with around():
+            model(rand(1, 2, 4, 8)).sum().backward()
+            optimizer.step()
+
+
+def test_steps_that_run_alone_give_the_length(as_on_a_gpu):
+    with tilewise.doctor() as report:
+        train(Attending(), 9)
+        watch = report._watch
+        assert _get_current_dispatch_mode() is watch
+    assert _get_current_dispatch_mode() is None
+    assert sum(c.count for c in report.calls) == 6  # four of the profile, two after the three alone
+    alone = sorted(watch.times.alone)
+    assert len(alone) == 3
+    assert report.step.seconds == pytest.approx(
+        max(alone[1], sum(s for p, s in report.step.parts.items() if p != steps.GAPS))
+    )
+    assert "its length is that of 3 more without the doctor" in str(report)
+    assert report.as_dict()["step"]["alone"] == 3
+    assert report.unseen == []
+
+
+def test_forward_steps_run_alone_too(as_on_a_gpu):
+    model = Attending().eval()
+    with tilewise.doctor() as report:
+        for _ in range(9):
+            model(rand(1, 2, 4, 8))
+    assert (report.step.kind, len(report._watch.times.alone)) == ("forward", 3)
+    assert sum(c.count for c in report.calls) == 6
+
+
+def test_the_watch_goes_on_where_no_more_such_steps_come(as_on_a_gpu, monkeypatch):
+    model = Attending()
+    with tilewise.doctor() as report:
+        train(model, 5)
+        model.eval()
+        model.dropout_p = 0.5
+        model(rand(1, 2, 4, 8))
+    assert [f.symptom for f in report.findings] == ["inference differs from run to run"]
+    assert len(report._watch.times.alone) == 1
+    with tilewise.doctor() as report:
+        train(Attending(), 4)
+        monkeypatch.setattr(report._watch.times, "_longest", 0.0)  # overdue
+        q = rand(1, 1, 3, 5)
+        F.scaled_dot_product_attention(q, q, q)
+    assert [c.query for c in report.calls] == [(1, 2, 4, 8), (1, 1, 3, 5)]
+
+
+def test_without_a_step_alone_nobody_is_accused(as_on_a_gpu):
+    with tilewise.doctor() as report:
+        train(Attending(), 4)
+    assert report._watch.times.inflated
+    assert report.findings == []
+    assert "the doctor's own time included" in str(report)
+    assert "the step after the first 4 would show it" in report.unseen[0]
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_users_modes_stay_in_order(as_on_a_gpu):
+    with tilewise.doctor() as report:
+        train(Attending(), 9, around=Passing)  # on top of the watch when a step ends
+    assert report._watch.times.alone == []
+    assert _get_current_dispatch_mode() is None
+    with tilewise.doctor() as report:
+        model = Attending()
+        train(model, 5)
+        with Passing() as mine:  # on top of a watch that is paused: it comes back after
+            train(model, 4)
+            assert _get_current_dispatch_mode() is mine
+        train(model, 1)
+        assert _get_current_dispatch_mode() is report._watch
+    assert _get_current_dispatch_mode() is None
 
 
 def test_forward_steps_and_the_limit_of_operators(monkeypatch):

@@ -27,7 +27,7 @@ def test_opcheck(ragged, max_logits):
     if ragged:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         cu_q, cu_k = torch.tensor([0, 9, 18], dtype=torch.int32), torch.tensor([0, 11, 22], dtype=torch.int32)
-    numbers = (9, 11, 0.3, 2.0, 0.1, max_logits, "tiled", mask.code())
+    numbers = (9, 11, 0.3, 2.0, 0.1, max_logits, True, "tiled", mask.code())
     args = (q, k, v, bias, slopes, sinks, rng, cu_q, cu_k, *numbers, mask.tensors())
     opcheck(torch.ops.tilewise.forward.default, args)
     out, lse, _, low = torch.ops.tilewise.forward(*args)

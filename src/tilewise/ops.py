@@ -25,7 +25,7 @@ _LIB = torch.library.Library("tilewise", "DEF")
 _COMMON = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi, Tensor? sinks, Tensor? rng, "
     "Tensor? cu_q, Tensor? cu_k, SymInt max_q, SymInt max_k, float scale, float softcap, float dropout_p, "
-    "bool want_max_logits, str backend, SymInt[] mask_code, Tensor[] mask_tensors"
+    "bool want_max_logits, bool before_backward, str backend, SymInt[] mask_code, Tensor[] mask_tensors"
 )
 _LIB.define(f"forward({_COMMON}) -> (Tensor out, Tensor lse, Tensor max_logits, Tensor lse_low)")
 _LIB.define(
@@ -38,13 +38,13 @@ _INPUTS = dispatch.Grads._fields  # the differentiable inputs, in order
 def _request(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None,
     rng: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    softcap: float, dropout_p: float, want_max_logits: bool, backend: str, mask_code: list[int],
-    mask_tensors: list[Tensor],
+    softcap: float, dropout_p: float, want_max_logits: bool, before_backward: bool, backend: str,
+    mask_code: list[int], mask_tensors: list[Tensor],
 ) -> tuple[Request, str]:  # fmt: skip
     ragged = None if cu_q is None or cu_k is None else Ragged(cu_q, cu_k, max_q, max_k)
     r = Request(
         q, k, v, scale, decode(mask_code, mask_tensors), bias, alibi, softcap or None, sinks, dropout_p, rng,
-        ragged=ragged, want_lse=True, want_max_logits=want_max_logits,
+        ragged=ragged, want_lse=True, want_max_logits=want_max_logits, before_backward=before_backward,
     )  # fmt: skip
     return r, backend
 
@@ -54,8 +54,10 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x
 
 
-@torch.no_grad()
 def _forward(*args: Any) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled():  # asked, as inference is called often and switching takes its time
+        with torch.no_grad():
+            return _forward(*args)
     r, backend = _request(*args)
     o = dispatch.get(backend).forward(r)
     assert o.lse is not None
@@ -183,7 +185,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _backend_of(numbers: tuple) -> str:
-    return numbers[6]
+    return numbers[7]
 
 
 def run(r: Request, backend: str) -> dispatch.Output:
@@ -191,9 +193,10 @@ def run(r: Request, backend: str) -> dispatch.Output:
     g, mask = r.ragged, r.mask
     cu_q, cu_k, max_q, max_k = (None, None, r.len_q, r.len_k) if g is None else (g.cu_q, g.cu_k, g.max_q, g.max_k)
     code, mask_tensors = ([], []) if mask is None else (mask.code(), mask.tensors())
-    numbers = (max_q, max_k, r.scale, r.softcap or 0.0, r.dropout_p, r.want_max_logits, backend, code)
+    grads = any(r.grads().values())
+    numbers = (max_q, max_k, r.scale, r.softcap or 0.0, r.dropout_p, r.want_max_logits, grads, backend, code)
     tensors = (r.q, r.k, r.v, r.bias, r.alibi, r.sinks, r.rng, cu_q, cu_k)
-    if any(r.grads().values()):
+    if grads:
         out, lse, top, _ = _Attention.apply(*tensors, numbers, holders(mask), *mask_tensors)
     else:
         out, lse, top, _ = torch.ops.tilewise.forward(*tensors, *numbers, mask_tensors)

@@ -65,6 +65,7 @@ class Request:
     ragged: Ragged | None = None
     want_lse: bool = False
     want_max_logits: bool = False
+    before_backward: bool = True  # whether a backward may follow
 
     @property
     def batch(self) -> int:
@@ -117,7 +118,7 @@ class Request:
 
         In bf16 and fp16 it is lost in the rounding of P, unless a bias makes scores huge.
         """
-        return self.bias is not None or self.dtype == self.state_dtype
+        return self.before_backward and (self.bias is not None or self.dtype == self.state_dtype)
 
     def grads(self) -> dict[str, bool]:
         """Which inputs a backward pass would have to serve."""
@@ -133,24 +134,37 @@ class Request:
 
     def features(self) -> dict[str, str]:
         """Everything asked for beyond plain attention, with the words an error uses for it."""
-        grads = self.grads()
-        asked = {
-            "mask": (self.mask is not None, f"mask {self.mask!r}"),
-            "predicate": (bool(holders(self.mask)), "a predicate mask"),
-            "bias": (self.bias is not None, "a bias"),
-            "bias_grad": (grads["bias"], "a gradient of the bias"),
-            "alibi": (self.alibi is not None, "ALiBi slopes"),
-            "softcap": (self.softcap is not None, f"softcap {self.softcap}"),
-            "sinks": (self.sinks is not None, "attention sinks"),
-            "dropout": (self.dropout_p > 0, f"dropout_p {self.dropout_p}"),
-            "lse": (self.want_lse, "the log-sum-exp as an output"),
-            "max_logits": (self.want_max_logits, "max_logits as an output"),
-            "gqa": (self.group != 1, f"{self.heads} query heads on {self.kv_heads} key/value heads"),
-            "dim_v": (self.dim_v != self.dim, f"value head dim {self.dim_v} beside {self.dim}"),
-            "varlen": (self.ragged is not None, "ragged sequences (cu_seqlens)"),
-            "jvp": (self._has_tangents(), "forward-mode differentiation (jvp)"),
-        }
-        return {name: words for name, (on, words) in asked.items() if on}
+        return dict(self._asked())
+
+    def _asked(self) -> Iterator[tuple[str, str]]:
+        if self.mask is not None:
+            yield "mask", f"mask {self.mask!r}"
+            if holders(self.mask):
+                yield "predicate", "a predicate mask"
+        if self.bias is not None:
+            yield "bias", "a bias"
+            if torch.is_grad_enabled() and self.bias.requires_grad:
+                yield "bias_grad", "a gradient of the bias"
+        if self.alibi is not None:
+            yield "alibi", "ALiBi slopes"
+        if self.softcap is not None:
+            yield "softcap", f"softcap {self.softcap}"
+        if self.sinks is not None:
+            yield "sinks", "attention sinks"
+        if self.dropout_p > 0:
+            yield "dropout", f"dropout_p {self.dropout_p}"
+        if self.want_lse:
+            yield "lse", "the log-sum-exp as an output"
+        if self.want_max_logits:
+            yield "max_logits", "max_logits as an output"
+        if self.group != 1:
+            yield "gqa", f"{self.heads} query heads on {self.kv_heads} key/value heads"
+        if self.dim_v != self.dim:
+            yield "dim_v", f"value head dim {self.dim_v} beside {self.dim}"
+        if self.ragged is not None:
+            yield "varlen", "ragged sequences (cu_seqlens)"
+        if self._has_tangents():
+            yield "jvp", "forward-mode differentiation (jvp)"
 
     def describe(self) -> str:
         """The request in a few lines, as errors and ``explain`` show it."""

@@ -13,10 +13,11 @@ Several (batch, key/value head) pairs are computed at once, as one batched matri
 heads that share a key/value head are rows of the same product, so keys and values are never expanded.
 A tile of scores is held transposed, keys by queries: the matrix products then read their operands in memory order,
 which was measured to be a tenth faster. All tile arithmetic is fp32 (fp64 for fp64 inputs). What one side needs is
-prepared for a strip of neighbouring tiles, while the other side's strips stream past. Strips of queries (in the
-backward: blocks of heads) share nothing, and in long sequences threads take one each (``workers``); in short ones the
-threads of each operation share the work. Besides the outputs there exist, for each piece at work, a tile of scores
-(two in the backward), a strip of each side, and the dQ of its heads.
+prepared for a strip of neighbouring tiles, while the other side's strips stream past. Besides the outputs there exist a
+tile of scores over the heads at work (two in the backward), a strip of each side, and the dQ of these heads.
+
+Where nothing is added to the scores they are in units of log2: q comes scaled by scale * log2(e), and exp is exp2,
+which is as exact and which PyTorch's CPU kernels compute several times faster.
 
 Source: Dao et al. 2022, "FlashAttention", algorithms 1-4; Dao 2023, "FlashAttention-2".
 """
@@ -24,14 +25,13 @@ Source: Dao et al. 2022, "FlashAttention", algorithms 1-4; Dao 2023, "FlashAtten
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import state, workers
+from .. import state
 from ..dispatch import Backend, Grads, Output, Saved
 from ..masks import PARTIAL, Band, Grid, Patch
 from ..philox import dropout_keep
@@ -39,15 +39,15 @@ from ..request import NEG_INF, Request, Sequence, distance
 from ..state import State
 from ..tilemap import Tile, TileMap, tile_map
 
-T = TypeVar("T")
-
-# Elements of a tile of scores over all heads at work: so many that an operation takes longer than its Python, so few
-# that the tile stays in the caches from one pass over it to the next. Measured with benchmarks/cpu.py.
-_SCORES = 2**20  # 4 MiB in fp32, for all cores
-_SCORES_OF_A_THREAD = 2**18
+# Elements of a tile of scores over all heads at work, for each thread: so many that an operation takes longer than its
+# Python and than its threads' waiting for each other, so few that the tile stays in the caches from one pass over it to
+# the next. Measured with benchmarks/cpu.py on two cores.
+_SCORES = 2**19  # 2 MiB in fp32
+_MOST_THREADS = 16  # that a tile grows with
+_AT_ONCE = 2**16  # scores of all heads: with fewer, what tiles need beside the arithmetic takes longer than it
 _STRIP = 4096  # queries or keys that are prepared at once
-_WORTH_THREADS = 2**24  # scores of a head; with fewer, threads wait for each other's Python more than they gain
-_NEAR = 32.0  # how far a row's largest score may be from its m
+_NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp(-46) are far from the ends of fp32
+_LOG2E = math.log2(math.e)
 
 
 class TiledBackend(Backend):
@@ -56,6 +56,8 @@ class TiledBackend(Backend):
     tiles: tuple[int, int] | None = None  # (block_m, block_n) in place of the heuristic, for tests and pictures
 
     def forward(self, r: Request) -> Output:
+        if self.tiles is None and _is_small_and_plain(r):
+            return _at_once(r)
         top, low = (r.new_stats() if want else None for want in (r.want_max_logits, r.keeps_low))
         o = Output(r.new_out(), r.new_stats(), top, low)
         if r.ragged is not None:  # rows that belong to no sequence
@@ -63,14 +65,11 @@ class TiledBackend(Backend):
             for x, empty in ((o.lse, NEG_INF), (o.max_logits, NEG_INF), (o.lse_low, 0.0)):
                 if x is not None:
                     x.fill_(empty)
-        blocks = [work for seq in r.sequences() for work in self.blocks(r, seq)]
-        length = _STRIP  # shorter, where the threads would have few pieces each to even out
-        while _threaded(r) and length > 256 and len(blocks) * -(-r.len_q // length) < 2 * workers.count():
-            length //= 2
-        pieces = [(w, strip) for w in blocks for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m, length)]
-        pieces.sort(key=lambda piece: piece[1].at.start, reverse=True)  # the longest first, if causal
         near = _all_near_zero(r)
-        _run(r, [partial(_forward, w, strip, near, o) for w, strip in pieces])
+        for seq in r.sequences():
+            for w in self.blocks(r, seq):
+                for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m):
+                    _forward(w, strip, near, o)
         return o
 
     def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
@@ -81,17 +80,9 @@ class TiledBackend(Backend):
                 grads.add_sinks(w, saved)
         if not grads.any_scores:
             return grads.finish(r)
-        lanes: dict[tuple[int, int], list[Block]] = {}
+        near = _all_near_zero(r)
         for w in blocks:
-            lanes.setdefault(grads.lane(w), []).append(w)
-        parts, near = workers.count() if _threaded(r) else 1, _all_near_zero(r)
-        if len(lanes) >= parts or not grads.keys_apart:
-            _run(r, [partial(_backward_lane, lane, near, saved, grads) for lane in lanes.values()])
-        else:  # too few for all threads: each takes a part of the keys, and sums up a dQ of its own
-            for w in blocks:
-                pieces = [partial(_backward, w, slice(n, None, parts), near, saved, grads) for n in range(parts)]
-                dqs = _run(r, pieces)
-                _put_dq(w, [sum(x[1:], start=x[0]) for x in zip(*dqs, strict=True)], grads)
+            _backward(w, near, saved, grads)
         return grads.finish(r)
 
     def block_shape(self, r: Request, seq: Sequence) -> tuple[int, int]:
@@ -101,7 +92,7 @@ class TiledBackend(Backend):
         m, n = (512, 512) if r.mask is None else (128, 512)
         m = max(16, m // r.group)  # the rows of a group are stacked
         if seq.len_q * r.group < m:  # few queries (decoding): longer tiles of keys for the same work
-            n = max(n, _room(r) // (4 * max(seq.len_q * r.group, 1)))
+            n = max(n, _room() // (4 * max(seq.len_q * r.group, 1)))
         return max(1, min(m, seq.len_q)), max(1, min(n, seq.len_k))
 
     def blocks(self, r: Request, seq: Sequence) -> Iterator[Block]:
@@ -109,7 +100,7 @@ class TiledBackend(Backend):
         m, n = self.block_shape(r, seq)
         grid = Grid(r.batch, r.heads, seq.len_q, seq.len_k, m, n, r.device)
         tiles = tile_map(r.mask, grid)
-        pairs = max(1, _room(r) // (m * n * r.group))
+        pairs = max(1, _room() // (m * n * r.group))
         kv_step = min(pairs, r.kv_heads)
         batch_step = max(1, pairs // r.kv_heads)
         same = tiles.block(seq.batch, slice(None)) if tiles.table.shape[:2] == (1, 1) else None
@@ -121,17 +112,16 @@ class TiledBackend(Backend):
                 yield Block(r, seq, tiles, same or tiles.block(batch, heads), batch, kv)
 
 
-def _run(r: Request, pieces: Iterable[Callable[[], T]]) -> list[T]:
-    """Their results. Threads share them out where each has much to do; else the threads of each operation do."""
-    return workers.run(list(pieces)) if _threaded(r) else [piece() for piece in pieces]
+def _unit(r: Request) -> float:
+    """What a natural score is multiplied by, so that P is exp2 of it: log2(e); 1 where it must stay natural, for exp.
+
+    A bias of finfo.min must stay finite, and ALiBi's and the largest scores as exact as they are.
+    """
+    return 1.0 if r.bias is not None or r.alibi is not None or r.want_max_logits else _LOG2E
 
 
-def _threaded(r: Request) -> bool:
-    return r.device.type == "cpu" and r.len_q * r.len_k >= _WORTH_THREADS
-
-
-def _room(r: Request) -> int:
-    return _SCORES_OF_A_THREAD if _threaded(r) else _SCORES
+def _room() -> int:
+    return _SCORES * min(torch.get_num_threads(), _MOST_THREADS)
 
 
 class Strip(NamedTuple):
@@ -141,8 +131,8 @@ class Strip(NamedTuple):
     at: slice  # their queries or keys
 
 
-def _strips(length: int, block: int, at_most: int | None = None) -> Iterator[Strip]:
-    whole, step = length // block, max(1, (at_most or _STRIP) // block)
+def _strips(length: int, block: int) -> Iterator[Strip]:
+    whole, step = length // block, max(1, _STRIP // block)
     for i in range(0, whole, step):
         tiles = range(i, min(i + step, whole))
         yield Strip(tiles, slice(tiles.start * block, tiles.stop * block))
@@ -237,13 +227,35 @@ class Block(NamedTuple):
 # --- forward --------------------------------------------------------------------------------------
 
 
+def _is_small_and_plain(r: Request) -> bool:
+    changed = any(x is not None for x in (r.mask, r.bias, r.alibi, r.softcap, r.sinks, r.ragged)) or r.dropout_p > 0
+    return not changed and not r.want_max_logits and 0 < r.batch * r.heads * r.len_q * r.len_k <= _AT_ONCE
+
+
+def _at_once(r: Request) -> Output:
+    """A single tile, whose state is that of the whole row."""
+    # The query heads that share a key/value head are rows of one product.
+    q, k, v = (x.reshape(r.batch * r.kv_heads, -1, x.shape[-1]).to(r.state_dtype) for x in (r.q, r.k, r.v))
+    # In the units of the backward, whose scores must be the same. out=: autocast would change the dtype.
+    s = torch.bmm(q * (r.scale * _LOG2E), k.mT, out=q.new_empty(*q.shape[:2], k.shape[1]))
+    m = s.amax(-1, keepdim=True)
+    p = s.sub_(m).exp2_()
+    l = p.sum(-1, keepdim=True)  # noqa: E741 - the field's name for it
+    out = torch.bmm(p, v, out=q.new_empty(*q.shape[:2], r.dim_v)).div_(l).view(*r.q.shape[:3], r.dim_v)
+    if out.dtype != r.dtype or not r.q.is_contiguous():
+        out = r.new_out().copy_(out)
+    exact = ((m.double() if r.keeps_low else m) + l.log2_()).view(out.shape[:-1]).div_(_LOG2E)
+    lse = exact.to(r.state_dtype)
+    return Output(out, lse, None, (exact - lse).to(r.state_dtype) if r.keeps_low else None)
+
+
 class _Rows(NamedTuple):
     """A strip of queries, and what its rows have seen so far: (t, ...) as listed, or one tile of it without t.
 
     n = (batch, key/value head) pairs. All but q are updated in place.
     """
 
-    q: Tensor  # (t, n, D, group * m), scaled
+    q: Tensor  # (t, n, D, group * m), scaled, in ``_unit``, as all scores are
     high: Tensor  # (t, n, group * m), the largest score
     m: Tensor  # (t, n, group * m), what is taken off every score before exp: 0, or near ``high``
     acc: Tensor  # (t, n, Dv + 1, group * m), transposed as the scores are; the last row is l
@@ -270,9 +282,14 @@ def _forward(w: Block, strip: Strip, near: bool, to: Output) -> None:
 
 
 def _nothing_seen(w: Block, strip: Strip) -> _Rows:
-    q = _columns(w.queries(w.r.q, strip), w.r.scale)
+    q = _columns(w.queries(w.r.q, strip), _q_scale(w.r))
     m = torch.zeros_like(q[:, :, 0])
     return _Rows(q, torch.full_like(m, NEG_INF), m, m.new_zeros(*q.shape[:2], w.r.dim_v + 1, q.shape[3]))
+
+
+def _q_scale(r: Request) -> float:
+    """What q is multiplied by. A softcap takes natural scores, and the unit after."""
+    return r.scale * (_unit(r) if r.softcap is None else 1.0)
 
 
 def _all_near_zero(r: Request) -> bool:
@@ -288,7 +305,7 @@ def _all_near_zero(r: Request) -> bool:
     bound = float(largest[0] * largest[1]) * abs(r.scale)  # NaN if something is, and so never below anything
     if r.softcap is not None and math.isfinite(bound):
         bound = min(bound, r.softcap)
-    return bound < 0.99 * _NEAR  # less what rounding may add
+    return bound * _unit(r) < 0.99 * _NEAR  # less what rounding may add
 
 
 def _scores(
@@ -301,10 +318,10 @@ def _scores(
     """
     r, tanh = w.r, None
     if r.softcap is None:
-        s = torch.bmm(k, q, out=scratch.tile(0, k.shape[1], q.shape[2]))
+        s = _product(k, q, scratch.tile(0, k.shape[1], q.shape[2]))
     else:
-        tanh = torch.bmm(k, q, out=scratch.tile(2, k.shape[1], q.shape[2])).div_(r.softcap).tanh_()
-        s = torch.mul(tanh, r.softcap, out=scratch.tile(0, k.shape[1], q.shape[2]))
+        tanh = _product(k, q, scratch.tile(2, k.shape[1], q.shape[2])).div_(r.softcap).tanh_()
+        s = torch.mul(tanh, r.softcap * _unit(r), out=scratch.tile(0, k.shape[1], q.shape[2]))
     if tile.verdict != PARTIAL and r.bias is None and r.alibi is None:
         return s, None, tanh
     by_head = w.by_head(s, tile)
@@ -312,8 +329,8 @@ def _scores(
     bias = r.bias_tile(w.patch(tile)) if r.bias is not None or r.alibi is not None else None
     if bias is not None:
         by_head.add_(w.split(bias))
-        allowed = bias != NEG_INF  # -inf excludes as False does: not even a NaN shines through
-        if not bool(allowed.all()):
+        if not bool(bias.amin() > NEG_INF):  # -inf excludes as False does: not even a NaN shines through
+            allowed = bias != NEG_INF
             keep = allowed if keep is None else keep & allowed
     if keep is not None and not near:
         by_head.masked_fill_(w.split(~keep), NEG_INF)
@@ -322,10 +339,11 @@ def _scores(
 
 def _exp_(w: Block, tile: Tile, s: Tensor, keep: Tensor | None, near: bool, scratch: _Scratch) -> Tensor:
     """exp(s) in place, 0 where masked. CPUs take up to a hundred times longer where the result is denormal or 0."""
+    exp_ = Tensor.exp_ if _unit(w.r) == 1.0 else Tensor.exp2_
     if not near:
         tiny = torch.finfo(s.dtype).tiny
-        return torch.threshold_(s.clamp_(min=math.log(1.5 * tiny)).exp_(), 2 * tiny, 0.0)
-    p = s.exp_()
+        return torch.threshold_(exp_(s.clamp_(min=math.log(1.5 * tiny) * _unit(w.r))), 2 * tiny, 0.0)
+    p = exp_(s)
     if keep is not None:
         w.by_head(p, tile).permute(0, 1, 4, 2, 3).mul_(scratch.factor(tile, keep))
     return p
@@ -341,7 +359,7 @@ def _fold_(
     ``clean``: there is nothing in v1 that must not be multiplied by 0.
     """
     if not near:
-        _move_m_(seen, s)
+        _move_m_(seen, s, torch.exp if _unit(w.r) == 1.0 else torch.exp2)
         s.sub_(seen.m[:, None])
     p = _exp_(w, tile, s, keep, near, scratch)
     if w.r.dropout_p > 0:  # l is that of all keys: here v1 ends in zeros
@@ -353,7 +371,7 @@ def _fold_(
         _add_kept_product(seen.acc.mT, p.mT, v1, w.like_scores(keep, tile, p).mT)
 
 
-def _move_m_(seen: _Rows, s: Tensor) -> None:
+def _move_m_(seen: _Rows, s: Tensor, exp: Callable[[Tensor], Tensor]) -> None:
     """Bring m back to the largest score wherever that has gone further than ``_NEAR`` from it, and rescale the sums.
 
     m need not be the largest score: softmax is the same for any m, exp(_NEAR) is far from overflow, and a float's
@@ -365,13 +383,13 @@ def _move_m_(seen: _Rows, s: Tensor) -> None:
     if not bool(settled.all()):
         m = torch.where(settled, seen.m, seen.high)
         # m falls only where the sums are still 0
-        seen.acc.mul_(torch.exp((seen.m - m).clamp(max=0))[:, None])
+        seen.acc.mul_(exp((seen.m - m).clamp(max=0))[:, None])
         seen.m.copy_(m)
 
 
 def _finish(w: Block, strip: Strip, seen: _Rows, to: Output) -> None:
     """Write the strip's output and statistics."""
-    r, total = w.r, State(seen.m, seen.acc[:, :, -1], seen.acc[:, :, :-1].mT)
+    r, total = w.r, _in_natural_units(w.r, State(seen.m, seen.acc[:, :, -1], seen.acc[:, :, :-1].mT))
     w.put_stats(to.max_logits, strip, seen.high)
     if r.sinks is not None:
         total = state.with_sink(total, w.per_head(r.sinks, w.rows(strip)))
@@ -380,6 +398,15 @@ def _finish(w: Block, strip: Strip, seen: _Rows, to: Output) -> None:
     w.put_stats(to.lse, strip, lse)
     if to.lse_low is not None:
         w.put_stats(to.lse_low, strip, state.lse_low(total, lse))
+
+
+def _in_natural_units(r: Request, x: State) -> State:
+    """The same state for exp: what rounds off m goes into the sums."""
+    if _unit(r) == 1.0 or not bool(x.m.any()):
+        return x
+    m = x.m / _LOG2E
+    rest = torch.exp2(x.m.double() - m.double() * _LOG2E).to(m.dtype)
+    return State(m, x.l * rest, x.acc * rest[..., None])
 
 
 def _dropped(w: Block, tile: Tile) -> Tensor:
@@ -399,9 +426,9 @@ class _Queries(NamedTuple):
 
     q: Tensor  # (t, n, group * m, D), scaled
     do: Tensor  # (t, n, group * m, Dv)
-    lse: Tensor  # (t, n, group * m), finite also for a row without a key
+    lse: Tensor  # (t, n, group * m), in ``_unit``, finite also for a row without a key
     delta: Tensor  # (t, n, group * m), rowsum(dO * O) - dlse
-    q1: Tensor  # (t, n, D + 1, group * m): q in columns, and -lse as a last row
+    q1: Tensor  # (t, n, D + 1, group * m): q in columns as the forward has it, and -lse as a last row
     do1: Tensor  # (t, n, Dv + 1, group * m): do in columns, and -delta as a last row
 
 
@@ -419,17 +446,12 @@ class _Keys(NamedTuple):
     dv: Tensor | None
 
 
-def _backward_lane(lane: list[Block], near: bool, saved: Saved, grads: _Gradients) -> None:
-    for w in lane:
-        _put_dq(w, _backward(w, slice(None), near, saved, grads), grads)
-
-
-def _backward(w: Block, part: slice, near: bool, saved: Saved, grads: _Gradients) -> list[Tensor]:
-    """Write dK and dV of a part of the block's strips of keys. Their part of dQ / scale, by strips of queries."""
+def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients) -> None:
+    """Write dQ, dK and dV of the block, and add to what else is asked for."""
     grid, scratch = w.tiles.grid, _Scratch(w)
     strips = list(_strips(grid.len_q, grid.block_m))
     dq = [] if grads.q is None else [_no_dq(w, strip) for strip in strips]
-    for keys in list(_strips(grid.len_k, grid.block_n))[part]:
+    for keys in _strips(grid.len_k, grid.block_n):
         y = _no_dkdv(w, keys, grads)
         ys, clean_y = _unbind(y), _finite(y.k1, y.v1)
         for b, strip in enumerate(strips):
@@ -446,13 +468,9 @@ def _backward(w: Block, part: slice, near: bool, saved: Saved, grads: _Gradients
                     _backward_tile(w, tile, x_i, y_c, dq[b][n] if dq else None, grads, scratch, near, clean)
         w.put_keys(grads.k, keys, y.dk)
         w.put_keys(grads.v, keys, y.dv)
-    return dq
-
-
-def _put_dq(w: Block, dq: list[Tensor], grads: _Gradients) -> None:
     if grads.q is not None:
-        for strip, x in zip(_strips(w.tiles.grid.len_q, w.tiles.grid.block_m), dq, strict=True):
-            w.put_queries(grads.q, strip, x.mul_(w.r.scale).mT)
+        for strip, part in zip(strips, dq, strict=True):
+            w.put_queries(grads.q, strip, part.mul_(w.r.scale).mT)
 
 
 def _no_dq(w: Block, strip: Strip) -> Tensor:
@@ -468,24 +486,30 @@ def _no_dkdv(w: Block, strip: Strip, grads: _Gradients) -> _Keys:
 
 
 def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
-    q, do = w.queries(w.r.q, strip) * w.r.scale, w.queries(saved.dout, strip)
-    lse, delta, weight = _row_stats(w, strip, saved)
+    r, q, do = w.r, w.queries(w.r.q, strip), w.queries(saved.dout, strip)
+    lse, delta, weight = _row_stats(w, strip, saved, _unit(r))
     if weight is not None:
         do, delta = do * weight[..., None], delta * weight
-    return _Queries(q, do, lse, delta, _columns(q, 1.0, -lse), _columns(do, 1.0, -delta))
+    return _Queries(q * r.scale, do, lse, delta, _columns(q, _q_scale(r), -lse), _columns(do, 1.0, -delta))
 
 
-def _row_stats(w: Block, strip: Strip, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
-    """lse, delta = rowsum(dO * O) - dlse, and the weight of the rows in dO and delta, each (t, n, group * m).
+def _row_stats(w: Block, strip: Strip, saved: Saved, unit: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """lse * unit, delta = rowsum(dO * O) - dlse, and the weight of the rows in dO and delta, each (t, n, group * m).
 
-    P = exp(S - lse) * exp(-lse_low). The second factor belongs to a row, so it goes into that row of dO and delta.
+    P = exp(S - lse) * exp(-lse_low). The second factor belongs to a row, so it goes into that row of dO and delta; and
+    with it what rounds off lse * unit.
     """
     delta = (w.queries(saved.dout, strip) * w.queries(saved.out, strip)).sum(-1)
     if saved.dlse is not None:
         delta = delta - w.stats(saved.dlse, strip)
     weight = None if saved.lse_low is None else torch.exp(-w.stats(saved.lse_low, strip))
     lse = w.stats(saved.lse, strip)
-    return torch.where(lse == NEG_INF, 0.0, lse), delta, weight
+    lse = torch.where(lse == NEG_INF, 0.0, lse)
+    if unit != 1.0:
+        exact = lse.double() * unit
+        lse = exact.to(lse.dtype)
+        weight = None if weight is None else weight * torch.exp2(lse - exact).to(lse.dtype)
+    return lse, delta, weight
 
 
 def _backward_tile(
@@ -534,8 +558,8 @@ def _dscores(
     """dS = P * (dP - delta), before the softcap, (n, k, group * m)."""
     room = scratch.tile(1, *p.shape[1:])
     if dropped is None:
-        return torch.bmm(v1, x.do1, out=room).mul_(p)
-    ds = torch.bmm(v1[..., :-1], x.do1[:, :-1], out=room)
+        return _product(v1, x.do1, room).mul_(p)
+    ds = _product(v1[..., :-1], x.do1[:, :-1], room)
     w.by_head(ds, tile).masked_fill_(dropped, 0).mul_(_survivor_weight(w.r))
     return ds.sub_(x.delta[:, None]).mul_(p)
 
@@ -552,25 +576,15 @@ class _Gradients:
         def summed(name: str, x: Tensor | None) -> Tensor | None:
             if name not in needs or x is None:
                 return None
-            once = name == "bias" and not _broadcast_dims(r, x)  # every element written once: no need to sum in fp32
-            return torch.zeros_like(x, dtype=None if once else r.state_dtype)
+            if name == "bias" and not _broadcast_dims(r, x):  # every element is written once, or if masked not at all
+                return torch.empty_like(x) if r.mask is None and r.ragged is None else torch.zeros_like(x)
+            return torch.zeros_like(x, dtype=r.state_dtype)
 
         self.q, self.k, self.v = written("q", r.q), written("k", r.k), written("v", r.v)
         self.bias, self.alibi, self.sinks = (
             summed(n, x) for n, x in (("bias", r.bias), ("alibi", r.alibi), ("sinks", r.sinks))
         )
         self.any_scores = any(g is not None for g in (self.q, self.k, self.v, self.bias, self.alibi))
-        shared = [
-            _broadcast_dims(r, g if g.dim() == 4 else g[:, :, None, None])
-            for g in (self.bias, self.alibi)
-            if g is not None
-        ]
-        self._batch_shared, self._heads_shared, _, keys_shared = (any(d in dims for dims in shared) for d in range(4))
-        self.keys_apart = not keys_shared  # whether two tiles of keys never add to the same element
-
-    def lane(self, w: Block) -> tuple[int, int]:
-        """Blocks of different lanes never add to the same element of a gradient."""
-        return 0 if self._batch_shared else w.batch.start, 0 if self._heads_shared else w.kv.start
 
     def add_bias(self, w: Block, tile: Tile, ds: Tensor) -> None:
         if self.bias is None and self.alibi is None:
@@ -578,7 +592,11 @@ class _Gradients:
         patch, by_head = w.patch(tile), w.by_head(ds, tile)
         if self.bias is not None:
             over = [x for d in _broadcast_dims(w.r, self.bias) for x in ((0,), (1, 2), (3,), (4,))[d]]
-            w.split(patch.take(self.bias)).add_(by_head.sum(over, keepdim=True) if over else by_head)
+            to = w.split(patch.take(self.bias))
+            if over:
+                to.add_(by_head.sum(over, keepdim=True))
+            else:
+                to.copy_(by_head)
         if self.alibi is not None:
             per_head = -(by_head * distance(patch)).sum((3, 4)).flatten(1)  # (nb, nh)
             to = patch.take(self.alibi[:, :, None, None])[:, :, 0, 0]
@@ -590,7 +608,7 @@ class _Gradients:
         assert self.sinks is not None
         nb, nh = w.batch.stop - w.batch.start, w.heads.stop - w.heads.start
         for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m):
-            lse, delta, weight = _row_stats(w, strip, saved)
+            lse, delta, weight = _row_stats(w, strip, saved, 1.0)
             ds = -torch.exp(w.per_head(w.r.sinks, w.rows(strip)) - lse) * delta  # (t, n, group * m)
             ds = ds if weight is None else ds * weight
             self.sinks[w.heads].add_(ds.view(len(strip.tiles), nb, nh, -1).sum((0, 1, 3)))
@@ -626,7 +644,11 @@ class _Scratch:
             size = self.w.pairs * rows * cols
             if which not in self.buffers or self.buffers[which].numel() < size:
                 self.buffers[which] = torch.empty(size, dtype=self.w.r.state_dtype, device=self.w.r.device)
-            self.views[which, rows, cols] = self.buffers[which][:size].view(self.w.pairs, rows, cols)
+            buffer = self.buffers[which][:size]
+            # A bias is read, and its gradient written, in the order of its memory: queries by keys.
+            by_query = self.w.r.bias is not None
+            x = buffer.view(self.w.pairs, cols, rows).mT if by_query else buffer.view(self.w.pairs, rows, cols)
+            self.views[which, rows, cols] = x
         return self.views[which, rows, cols]
 
     def keep(self, tile: Tile) -> Tensor | None:
@@ -690,6 +712,14 @@ def _finite(*xs: Tensor) -> bool:
     for x in xs[1:]:
         total = total + x.sum()
     return bool(torch.isfinite(total))
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a @ b in ``out``, in the order of its memory: the other one would be copied to it."""
+    if out.is_contiguous():
+        return torch.bmm(a, b, out=out)
+    torch.bmm(b.mT, a.mT, out=out.mT)
+    return out
 
 
 def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .records import ByHand, Call, Finding, size
-from .steps import Step, median, of_one_kind
+from .steps import Step, of_one_kind
 from .symptoms import findings
 from .watch import Watch
 
@@ -35,7 +35,7 @@ class Report:
     @property
     def step(self) -> Step | None:
         """The median step after the first: seconds by part; None if none was timed."""
-        return median(self._watch.times.steps)
+        return self._watch.times.typical()
 
     @property
     def unseen(self) -> list[str]:
@@ -51,7 +51,7 @@ class Report:
             "findings": [f.as_dict() for f in self.findings],
             "calls": [_call(c) for c in self.calls],
             "by_hand": [_plain(asdict(h) | {"count": h.count}) for h in self.by_hand],
-            "step": None if step is None else {**step._asdict(), "timed": len(of_one_kind(self._watch.times.steps))},
+            "step": None if step is None else {**step._asdict(), **_timed(self._watch)},
             "unseen": self.unseen,
         }
 
@@ -137,10 +137,17 @@ def hand_lines(h: ByHand) -> list[str]:
 
 
 def step_title(r: Report) -> str:
-    step, n = r.step, len(of_one_kind(r._watch.times.steps))
+    step, (n, alone) = r.step, _timed(r._watch).values()
     assert step is not None
     of = "the first and only one, with its warm-up" if n == 1 else f"median of {n - 1} after the first"
+    of += f"; its length is that of {alone} more without the doctor" if alone else ""
+    of += ", the doctor's own time included" if r._watch.times.inflated else ""
     return f"{step.kind} step, {1e3 * step.seconds:.1f} ms ({of})"
+
+
+def _timed(w: Watch) -> dict[str, int]:
+    """How many steps were profiled, and how many were timed without the doctor."""
+    return {"timed": len(of_one_kind(w.times.steps)), "alone": len(w.times.alone)}
 
 
 def shares(step: Step) -> list[tuple[str, float, float]]:

@@ -5,8 +5,8 @@ either the whole block is one. The first is warm-up. One profile spans them, wit
 when a range that one session saw begin, such as Optimizer.step, ends in the next.
 
 The doctor's own time is inside the profile and is taken out: an operator that the watch hands on appears twice, one
-inside the other, and what only the outer one has is the watch. On a GPU that is not all of it yet: what the profiler
-and the watch add between operators counts as a gap there, so a step of many small kernels looks longer than it is.
+inside the other, and what only the outer one has is the watch. On a GPU, which works on while the host is watched, that
+does not give the step's length: there the next steps run alone, neither profiled nor watched, and theirs is taken.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import statistics
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -33,9 +34,9 @@ PARTS = (ATTENTION, MATMUL, NORM, ELEMENTWISE, MOVEMENT, LOADING, COMMUNICATION,
 TRAINING, FORWARD, BLOCK = "training", "forward", "block"
 DOCTOR, MARK = "tilewise doctor", "tilewise step"  # its own ranges in the profile
 
-MOST_STEPS = 6  # of a kind, the first included
+ENOUGH = 3  # steps, for a median that one interruption does not move
+MOST_STEPS = 1 + ENOUGH  # profiled of a kind: the first is warm-up
 MOST_OPERATORS = 50_000  # profiled: beyond, their events would fill the memory
-ENOUGH = 3  # steps after the first, for a median that one interruption does not move
 _PERIOD = 0.004  # seconds between two looks at the Python stack
 
 # A range of these names owns the time of all within it; any other event owns the time of its own.
@@ -75,17 +76,26 @@ class Step(NamedTuple):
     seconds: float
     parts: dict[str, float]
 
+    def lasting(self, seconds: float) -> Step:
+        """The same parts in a step of that length, or of their sum if that is more: what is left is a gap."""
+        parts = {name: s for name, s in self.parts.items() if name != GAPS and s > 0}
+        total = max(seconds, sum(parts.values()))
+        return Step(self.kind, total, {**parts, GAPS: total - sum(parts.values())})
+
 
 class StepTimes:
-    """Profiles the first steps."""
+    """Profiles the first steps, and on a GPU times the ones after them alone."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        self.alone: list[float] = []  # seconds of the steps that ran without the doctor
+        self.inflated = False  # the doctor's own time is in the steps
         self.notes: set[str] = set()
         self._operators = 0
         self._kinds: list[str] = []
         self._profile: profile | None = None
         self._events: list[Any] = []
+        self._last = self._longest = 0.0  # the last mark, and the longest time between two
 
     def start(self) -> None:
         if torch.autograd.profiler._is_profiler_enabled:
@@ -103,14 +113,31 @@ class StepTimes:
         if self._operators == MOST_OPERATORS:
             self._stop()
 
-    def cut(self, kind: str) -> None:
-        """A step ends here."""
+    def cut(self, kind: str) -> bool:
+        """A step ends here. Whether the next one should run alone."""
         if self._profile is None or self._kinds.count(kind) == MOST_STEPS:
-            return
+            return False
         self._kinds.append(kind)
         self._mark()
-        if kind == TRAINING and self._kinds.count(kind) == MOST_STEPS:
+        enough = self._kinds.count(kind) == MOST_STEPS
+        if enough and (kind == TRAINING or on_gpu()):
             self._stop()
+        return enough and on_gpu()
+
+    def begin_alone(self) -> None:
+        """A step that runs alone begins."""
+        _wait()
+        self._last = time.perf_counter()
+
+    def cut_alone(self) -> bool:
+        """A step that ran alone ends here. Whether the next one should, too."""
+        _wait()
+        self.alone.append(time.perf_counter() - self._last)
+        return len(self.alone) < ENOUGH
+
+    def overdue(self) -> bool:
+        """Whether the step that runs alone takes longer than one with the doctor: no more steps of its kind come."""
+        return time.perf_counter() - self._last > self._longest
 
     def finish(self) -> None:
         """The steps from the marks; what comes after the last mark is the block, if there was no other."""
@@ -125,10 +152,22 @@ class StepTimes:
             self.notes.add("the step's time: another profiler took over")
         self.steps = split(self._kinds, self._events)
         self._events = []
+        if self.steps and not self.alone and on_gpu():
+            self.inflated = True
+            self.notes.add(
+                "the step's length on a GPU without the doctor's own time: the step after the first "
+                f"{MOST_STEPS} would show it"
+            )
+
+    def typical(self) -> Step | None:
+        """The median step, as long as the median of those that ran alone if some did."""
+        step = median(self.steps)
+        return step.lasting(statistics.median(self.alone)) if step is not None and self.alone else step
 
     def _mark(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        _wait()
+        now = time.perf_counter()
+        self._last, self._longest = now, max(self._longest, now - self._last if self._last else 0.0)
         with record_function(MARK):
             pass
 
@@ -137,6 +176,16 @@ class StepTimes:
         if p is not None:
             p.__exit__(None, None, None)
             self._events = list(p.events() or ())
+
+
+def on_gpu() -> bool:
+    """Whether this process uses one."""
+    return torch.cuda.is_initialized()
+
+
+def _wait() -> None:
+    if on_gpu():
+        torch.cuda.synchronize()
 
 
 @contextmanager
@@ -187,11 +236,8 @@ def fold(kind: str, seconds: float, events: Iterable[Any]) -> Step:
     for event in events:
         _descend(event, host, device)
     own, busy = host.pop(DOCTOR, 0.0), sum(device.values())
-    total = max(seconds - own, busy)
     found = {**device, LOADING: host[LOADING]} if busy > 0 else host
-    parts = {name: found[name] for name in PARTS if found.get(name, 0.0) > 0}
-    parts[GAPS] = max(0.0, total - sum(parts.values()))
-    return Step(kind, total, parts)
+    return Step(kind, 0.0, {name: found[name] for name in PARTS if name in found}).lasting(seconds - own)
 
 
 def _descend(top: Any, host: dict[str, float], device: dict[str, float]) -> None:

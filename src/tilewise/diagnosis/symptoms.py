@@ -23,7 +23,7 @@ from .records import (
     large,
     size,
 )
-from .steps import ATTENTION, COMMUNICATION, ENOUGH, GAPS, LOADING, MOVEMENT, Step, median, of_one_kind
+from .steps import ATTENTION, COMMUNICATION, ENOUGH, GAPS, LOADING, MOVEMENT, Step, of_one_kind
 from .watch import Watch
 
 WASTE = 0.5  # of a step in none of the model's arithmetic: more than in everything else together
@@ -256,8 +256,10 @@ _WASTE_FIX = {
 def _slow(calls: list[Call], w: Watch) -> Iterator[Finding]:
     """Every attention call ran a fast kernel, and yet most of the step is neither that nor the model's arithmetic."""
     fast = [c for c in calls if c.ran not in (None, "math", "native", "dense", "torch_math")]
-    step = median(w.times.steps)
-    if step is None or len(of_one_kind(w.times.steps)) <= ENOUGH or not fast or len(fast) < len(calls):
+    step = w.times.typical()
+    if step is None or w.times.inflated or len(of_one_kind(w.times.steps)) <= ENOUGH:
+        return
+    if not fast or len(fast) < len(calls):
         return
     waste = {part: step.parts.get(part, 0.0) / step.seconds for part in _WASTE_FIX}
     if sum(waste.values()) <= WASTE:

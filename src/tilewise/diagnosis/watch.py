@@ -8,6 +8,8 @@ leaves its fast path, and its call of scaled_dot_product_attention stays hidden.
 The model's results are the same bits with and without: every operator is handed on as it came, what the doctor
 computes for itself is without modes, gradients, autocast and random numbers, and it keeps records, no tensors (of
 storages it keeps weak references, which tell whether they are still alive).
+
+On a GPU it pauses for a few steps, so that ``steps`` can time them alone: what only those did is not seen.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils.checkpoint import _StopRecomputationError
 
 from .. import api, dispatch
@@ -98,6 +100,10 @@ class Watch(TorchDispatchMode):
         self._trails = Trails()
         self._names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
+        self._thread = threading.get_ident()
+        self._paused = ""  # the kind of step that runs alone at present
+        self._ends_with: nn.Module | None = None  # the module whose call ends such a step, if it is no training step
+        self._beneath: TorchDispatchMode | None = None  # the user's mode below this one while it is paused
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -117,7 +123,8 @@ class Watch(TorchDispatchMode):
         self._undo += [h.remove for h in hooks]
         self._wrap_sdpa()
         self._wrap_tilewise()
-        self._sampler = Sampler(lambda: self._busy)
+        self._sampler = Sampler(lambda: self._busy or bool(self._paused))
+        self._thread = threading.get_ident()
         super().__enter__()
         self.times.start()
         self._sampler.start()
@@ -127,7 +134,9 @@ class Watch(TorchDispatchMode):
         self._sampler.stop()
         self.lines = self._sampler.lines
         self.times.finish()
-        super().__exit__(*error)
+        if not self._paused:
+            super().__exit__(*error)
+        self._paused, self._ends_with, self._beneath = "", None, None
         while self._undo:
             self._undo.pop()()
         self.unseen |= self.times.notes
@@ -139,7 +148,7 @@ class Watch(TorchDispatchMode):
 
         @functools.wraps(theirs)
         def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or self._alone():
                 return theirs(*args, **kwargs)
             return self._sdpa(theirs, args, kwargs)
 
@@ -150,7 +159,7 @@ class Watch(TorchDispatchMode):
         theirs = api._run
 
         def run(r: Request, choice: api.Choice) -> dispatch.Output:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or self._alone():
                 return theirs(r, choice)
             return self._tilewise(theirs, r, choice)
 
@@ -160,7 +169,7 @@ class Watch(TorchDispatchMode):
     # --- modules and steps ------------------------------------------------------------------------
 
     def _module_begins(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._alone(module):
             return
         if not self._local.modules:
             self._names[module] = {id(m): f"{name} ({type(m).__name__})".lstrip() for name, m in module.named_modules()}
@@ -171,18 +180,49 @@ class Watch(TorchDispatchMode):
         self._local.autocast = _autocast()
 
     def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._paused:
+            if module is self._ends_with:
+                self._step_ends(FORWARD, module)
+            return
         if torch.compiler.is_compiling() or module not in self._local.modules:
             return
         while self._local.modules.pop() is not module:
             pass
         if not (self._local.modules or module.training or self.trained):
-            with self._own():
-                self.times.cut(FORWARD)
+            self._step_ends(FORWARD, module)
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.trained = True
-        with self._own():
-            self.times.cut(TRAINING)
+        self._step_ends(TRAINING, None)
+
+    # --- steps that run alone ---------------------------------------------------------------------
+
+    def _step_ends(self, kind: str, module: nn.Module | None) -> None:
+        if self._paused:
+            if kind == self._paused and not self.times.cut_alone():
+                self._resume()
+        else:
+            with self._own():
+                alone = self.times.cut(kind)
+            if alone and threading.get_ident() == self._thread and _get_current_dispatch_mode() is self:
+                super().__exit__(None, None, None)
+                self._paused, self._ends_with, self._beneath = kind, module, _get_current_dispatch_mode()
+        if self._paused:
+            self.times.begin_alone()
+
+    def _resume(self) -> None:
+        """Unless the user has entered a mode since, which must be the first to leave."""
+        if threading.get_ident() == self._thread and _get_current_dispatch_mode() is self._beneath:
+            self._paused, self._ends_with, self._beneath = "", None, None
+            super().__enter__()
+
+    def _alone(self, module: nn.Module | None = None) -> bool:
+        """Whether a step runs alone; one that turns out to be none, as no more of its kind come, is watched."""
+        if self._paused:
+            other = module is not None and module.training == (self._paused == FORWARD) and module in self._names
+            if other or self.times.overdue():
+                self._resume()
+        return bool(self._paused)
 
     def _module(self) -> str:
         """The innermost module's name in the outermost."""
