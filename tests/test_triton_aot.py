@@ -38,7 +38,7 @@ for _target, _dims in (("sm_80", (64, 128, 256, 512)), ("sm_90", (64, 128, 256, 
 for _d in (64, 128):
     for _target in ("sm_80", "sm_90"):
         CASES[_target, "bfloat16", _d] += ["documents", "lists", "shared_bias forward_kernel"]
-        CASES[_target, "bfloat16", _d] += ["alibi", "softcap", "own_bias"]
+        CASES[_target, "bfloat16", _d] += ["alibi", "softcap", "dropout", "own_bias"]
 CASES["sm_90", "bfloat16", 256] += ["alibi", "softcap"]
 for _d in (16, 96):  # 96 is padded inside the kernels
     CASES["sm_90", "bfloat16", _d] = ["causal"]
@@ -71,6 +71,7 @@ def request(dtype, d, features):
         },
         "alibi": lambda: {"mask": masks.causal(), "alibi": make(1, H, dtype=dtype)},
         "softcap": lambda: {"mask": masks.causal(), "softcap": 30.0},
+        "dropout": lambda: {"mask": masks.causal(), "dropout_p": 0.1, "rng": make(2, dtype=torch.int64)},
         "own_bias": lambda: {"bias": make(B, H, L, L, dtype=dtype)},
         "shared_bias": lambda: {"bias": make(1, H, L, L, dtype=dtype)},
     }[features]()
@@ -101,7 +102,9 @@ def test_the_cases_are_all_configurations(monkeypatch):
         for half in (True, False):
             for direction, rows in config.tables(half, gpu).items():
                 for c in {
-                    c for row in rows for c in (row.plain, row.masked, row.lists, row.light, row.bias, row.extra)
+                    c
+                    for row in rows
+                    for c in (row.plain, row.masked, row.lists, row.light, row.dropout, row.bias, row.extra)
                 }:
                     block_n = None if direction == config.DELTA else c.block_n
                     wanted = (target, half, direction, c.block_m, block_n, c.num_warps, c.num_stages)

@@ -17,7 +17,7 @@ import torch
 FORWARD, DELTA, DKDV, DQ, DBIAS = "forward", "delta", "dkdv", "dq", "dbias"
 DIRECTIONS = (FORWARD, DELTA, DKDV, DQ, DBIAS)
 RANGES, LISTS = "ranges", "lists"  # how a mask says which tiles to visit
-LIGHT, BIAS, EXTRA = "light", "bias", "extra"  # changes of the scores
+LIGHT, DROPOUT, BIAS, EXTRA = "light", "dropout", "bias", "extra"  # changes of the scores
 BUCKETS = (16, 32, 64, 128, 256, 512)  # head dims are padded to these inside the kernels
 SM80, SM90, AMD, INTERPRETER = "sm_80", "sm_90", "gfx942", "interpreter"
 
@@ -66,7 +66,7 @@ class Row:
     """The configurations for head dims up to ``most``.
 
     Without a mask, with ranges or lists of tiles, and, whatever the mask, with changes of the scores: ALiBi or a
-    softcap alone, a bias alone, and whatever else (dropout, several at once).
+    softcap alone, dropout alone, a bias alone, and several at once.
     """
 
     most: int
@@ -74,6 +74,7 @@ class Row:
     masked: Config
     lists: Config
     light: Config
+    dropout: Config
     bias: Config
     extra: Config
 
@@ -85,12 +86,14 @@ def row(
     extra: Config | None = None,
     lists: Config | None = None,
     light: Config | None = None,
+    dropout: Config | None = None,
     bias: Config | None = None,
 ) -> Row:
-    """What is not given is as ``masked``, and that as ``plain``; ALiBi, a softcap or a bias as ``extra``."""
+    """What is not given is as ``masked``, and that as ``plain``; one change as ``extra``, dropout as ``light``."""
     masked = masked or plain
     extra = extra or masked
-    return Row(most, plain, masked, lists or masked, light or extra, bias or extra, extra)
+    light = light or extra
+    return Row(most, plain, masked, lists or masked, light, dropout or light, bias or extra, extra)
 
 
 # A kernel with a mask carries the careful products beside the fast ones, and ptxas gives a kernel one set of registers:
@@ -110,7 +113,7 @@ _SM90: dict[str, tuple[Row, ...]] = {
             lists=Config(128, 64, 8, 3), light=Config(64, 64, 4, 3), bias=Config(64, 32, 4, 3),
         ),
         row(256, Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2), light=Config(64, 64, 8, 2)),
-        row(512, Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 2)),  # 64 rows would spill: mma.sync
+        row(512, Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),  # 64 rows would spill: mma.sync
     ),
     # K and V stay, dK and dV are the accumulators: many keys, as traffic on q and dO falls with their number. Few
     # queries, so that three stages fit: worth 20 % of the whole backward at D = 64, 9 % at D = 128.
@@ -123,10 +126,10 @@ _SM90: dict[str, tuple[Row, ...]] = {
             light=Config(32, 64, 4, 3), bias=Config(32, 64, 4, 2),
         ),
         row(
-            128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(16, 32, 8, 2),
-            lists=Config(32, 64, 4, 2), light=Config(32, 128, 8, 2), bias=Config(16, 128, 8, 3),
+            128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 1), lists=Config(32, 64, 4, 2),
+            light=Config(32, 128, 8, 2), dropout=Config(16, 128, 8, 3), bias=Config(16, 128, 8, 3),
         ),
-        row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 2)),  # 64 keys would spill: mma.sync
+        row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 1)),  # 64 keys would spill: mma.sync
         row(512, Config(16, 16, 8, 1)),
     ),
     DQ: (
@@ -148,7 +151,7 @@ _SM80: dict[str, tuple[Row, ...]] = {
     FORWARD: (
         row(64, Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(128, 32, 8, 3), light=Config(128, 64, 8, 3)),
         row(128, Config(128, 32, 8, 3)),
-        row(256, Config(64, 32, 8, 2)),
+        row(256, Config(64, 32, 8, 2), extra=Config(32, 32, 8, 2)),
         row(512, Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
     ),
     DKDV: (
@@ -214,14 +217,14 @@ def tables(half: bool, gpu: str) -> dict[str, tuple[Row, ...]]:
 def choose(direction: str, d: int, dv: int, half: bool, mask: str | None, changes: str | None, gpu: str) -> Config:
     """The configuration of a kernel.
 
-    d, dv: bucketed head dims. half: fp16 or bf16. mask: RANGES or LISTS. changes: of the scores, LIGHT, BIAS or
-    EXTRA.
+    d, dv: bucketed head dims. half: fp16 or bf16. mask: RANGES or LISTS. changes: of the scores, LIGHT,
+    DROPOUT, BIAS or EXTRA.
     """
     if gpu == INTERPRETER:
         return _interpreted
     found = next(r for r in tables(half, gpu)[direction] if max(d, dv) <= r.most)
     if changes is not None:
-        return {LIGHT: found.light, BIAS: found.bias, EXTRA: found.extra}[changes]
+        return {LIGHT: found.light, DROPOUT: found.dropout, BIAS: found.bias, EXTRA: found.extra}[changes]
     return found.plain if mask is None else found.lists if mask == LISTS else found.masked
 
 

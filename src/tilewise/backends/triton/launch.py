@@ -13,7 +13,7 @@ from ...masks import Mask
 from ...philox import threshold
 from ...request import Request
 from . import config, tune
-from .config import BIAS, EXTRA, LIGHT, LISTS, RANGES, Config
+from .config import BIAS, DROPOUT, EXTRA, LIGHT, LISTS, RANGES, Config
 from .lists import classify_kernel, list_kernel
 from .lower import Lowered, lower
 from .primitives import FOLDED, LOG2, NATURAL
@@ -67,7 +67,7 @@ class Problem:
         """What is done to the scores, as ``config.choose`` tells it apart."""
         r = self.r
         changes = [LIGHT] * (r.alibi is not None) + [LIGHT] * (r.softcap is not None) + [BIAS] * (r.bias is not None)
-        changes += [EXTRA] * (r.dropout_p > 0)
+        changes += [DROPOUT] * (r.dropout_p > 0)
         return None if not changes else changes[0] if len(changes) == 1 else EXTRA
 
     def config(self, direction: str) -> Config:
