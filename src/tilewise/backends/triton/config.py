@@ -110,7 +110,8 @@ _SM90: dict[str, tuple[Row, ...]] = {
         ),
         row(
             128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(128, 32, 8, 3),
-            lists=Config(128, 64, 8, 3), light=Config(64, 64, 4, 3), bias=Config(64, 32, 4, 3),
+            lists=Config(128, 64, 8, 3), light=Config(64, 64, 4, 3), dropout=Config(128, 64, 8, 3),
+            bias=Config(64, 32, 4, 3),
         ),
         row(256, Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2), light=Config(64, 64, 8, 2)),
         row(512, Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),  # 64 rows would spill: mma.sync
