@@ -109,7 +109,7 @@ _SM90: dict[str, tuple[Row, ...]] = {
             lists=Config(64, 64, 4, 3), light=Config(64, 64, 4, 3),
         ),
         row(
-            128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(128, 32, 8, 3),
+            128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2),
             lists=Config(128, 64, 8, 3), light=Config(64, 64, 4, 3), dropout=Config(128, 64, 8, 3),
             bias=Config(64, 32, 4, 3),
         ),
@@ -142,7 +142,7 @@ _SM90: dict[str, tuple[Row, ...]] = {
             128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2),
             light=Config(128, 64, 8, 3), bias=Config(128, 32, 8, 3),
         ),
-        row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2), light=Config(64, 32, 8, 2)),
+        row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 2), light=Config(64, 32, 8, 2)),
         row(512, Config(32, 16, 8, 1)),
     ),
     DBIAS: (row(128, Config(64, 64, 4, 1)), row(256, Config(64, 32, 8, 1)), row(512, Config(32, 16, 8, 1))),
@@ -156,7 +156,14 @@ _SM80: dict[str, tuple[Row, ...]] = {
         row(512, Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
     ),
     DKDV: (
-        row(64, Config(64, 64, 4, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 2), light=Config(32, 64, 8, 2)),
+        row(
+            64,
+            Config(64, 64, 4, 2),
+            Config(32, 64, 8, 2),
+            Config(32, 32, 8, 2),
+            light=Config(32, 64, 8, 2),
+            dropout=Config(32, 32, 8, 2),
+        ),
         row(128, Config(32, 64, 8, 2), Config(32, 32, 8, 2)),
         row(256, Config(16, 64, 8, 2), Config(16, 32, 8, 2)),
         row(512, Config(16, 16, 8, 1)),
