@@ -393,13 +393,13 @@ def add_cols(
         v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
         s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
         dp = dot(do, tl.trans(v), None, UPCAST, PRECISION)  # (M, N)
+        add = bias
+        if bias is not None:
+            add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
         alive = None
         if rng is not None:
             alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
         keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP) if MASKED else None
-        add = bias
-        if bias is not None:
-            add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
         _, ds_bias, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
             qk_scale, cap, add, slope, survivor_weight, has_low, UNIT, SOFTCAP,

@@ -142,7 +142,7 @@ _SM90: dict[str, tuple[Row, ...]] = {
             128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2),
             light=Config(128, 64, 8, 3), bias=Config(128, 32, 8, 3),
         ),
-        row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 2), light=Config(64, 32, 8, 2)),
+        row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2), light=Config(64, 32, 8, 2)),
         row(512, Config(32, 16, 8, 1)),
     ),
     DBIAS: (row(128, Config(64, 64, 4, 1)), row(256, Config(64, 32, 8, 1)), row(512, Config(32, 16, 8, 1))),
