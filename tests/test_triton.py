@@ -25,6 +25,7 @@ from tilewise.backends.triton import config  # noqa: E402
 from tilewise.backends.triton.primitives import survives  # noqa: E402
 from tilewise.masks import Patch  # noqa: E402
 from tilewise.philox import dropout_keep, threshold  # noqa: E402
+from tilewise.request import alibi  # noqa: E402
 from tilewise.testing import judge, problems  # noqa: E402
 from tilewise.testing.problems import Maker  # noqa: E402
 
@@ -175,6 +176,21 @@ def test_what_is_written_once_is_that_of_the_structure():
     assert [lower(x)[0].keep for x in made] == kept
 
 
+def test_the_structures_used_last_are_remembered(monkeypatch):
+    from tilewise.backends.triton import lower
+
+    monkeypatch.setattr(lower, "_MOST", 3)
+    monkeypatch.setattr(lower, "_lowered", lower.OrderedDict())
+    band = masks.causal()
+    made = [band, ~band, band & band, band | band]
+    first, second, third = (lower.lower(x)[0] for x in made[:3])
+    assert lower.lower(band)[0] is first
+    lower.lower(made[3])
+    assert [lower.lower(x)[0] for x in (band, made[2])] == [first, third]
+    assert len(lower._lowered) == 3
+    assert lower.lower(~band)[0] is not second
+
+
 # --- lists of tiles -------------------------------------------------------------------------------
 
 
@@ -285,6 +301,31 @@ def test_rows_beyond_the_last_add_nothing_to_a_key_that_is_not_finite():
     assert out.isfinite().all()
     assert dk.isfinite().all()
     assert not dv[:, :, 7].any()
+
+
+CHANGES = {
+    "softcap": {"softcap": 5.0},
+    "softcap of a negative scale": {"softcap": 5.0, "scale": -0.3},
+    "softcap too large for the quick tanh": {"softcap": 200.0},
+    "alibi": {"bias": alibi(torch.tensor([0.5, 0.01]))},
+    "alibi of a negative scale": {"bias": alibi(torch.tensor([0.5, 0.01])), "scale": -0.3},
+    "alibi of a tiny scale": {"bias": alibi(torch.tensor([0.5, 0.01])), "scale": 1e-8},
+    "alibi under a softcap": {"bias": alibi(torch.tensor([0.5, 0.01])), "softcap": 5.0},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_unit_of_changed_scores(name, tiles):
+    """16 bits choose among the units of the scores by what is done to them."""
+    tiles(16, 32)
+    tensors = qkv(lq=70, lk=90)
+    for mask in (masks.causal(align="bottom_right"), masks.documents(torch.arange(70) // 30, torch.arange(90) // 30)):
+        mine = run(*(x.half() for x in tensors), mask, **CHANGES[name])
+        q, k, v = (x.half().double().requires_grad_() for x in tensors)
+        out = attention(q, k, v, mask, backend="dense", **CHANGES[name])
+        exact = out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+        for a, b in zip(mine, exact, strict=True):
+            torch.testing.assert_close(a.double(), b.detach(), atol=4e-3, rtol=4e-3)
 
 
 def test_runs_give_the_same_bits():

@@ -37,7 +37,9 @@ for _target, _dims in (("sm_80", (64, 128, 256, 512)), ("sm_90", (64, 128, 256, 
     CASES[_target, "tf32", 64] = ["causal"]
 for _d in (64, 128):
     for _target in ("sm_80", "sm_90"):
-        CASES[_target, "bfloat16", _d] += ["lists", "shared_bias forward_kernel"]
+        CASES[_target, "bfloat16", _d] += ["documents", "lists", "shared_bias forward_kernel"]
+        CASES[_target, "bfloat16", _d] += ["alibi", "softcap", "dropout", "own_bias"]
+CASES["sm_90", "bfloat16", 256] += ["alibi", "softcap"]
 for _d in (16, 96):  # 96 is padded inside the kernels
     CASES["sm_90", "bfloat16", _d] = ["causal"]
 
@@ -47,10 +49,12 @@ def make(*shape, dtype):
 
 
 def request(dtype, d, features):
-    """No mask; ranges of tiles; lists of tiles; everything at once; a bias whose gradient is summed."""
+    """No mask; ranges of tiles; lists of tiles; everything at once; changes of the scores alone, as the tables tell them
+    apart; a bias whose gradient is summed."""
     given = {
         "plain": lambda: {},
         "causal": lambda: {"mask": masks.causal() & masks.window(300, 0)},
+        "documents": lambda: {"mask": masks.documents(make(B, L, dtype=torch.int64))},
         "lists": lambda: {
             "mask": masks.causal() & masks.documents(make(B, L, dtype=torch.int64)),
             "alibi": make(1, H, dtype=dtype),
@@ -65,6 +69,10 @@ def request(dtype, d, features):
             "rng": make(2, dtype=torch.int64),
             "want_max_logits": True,
         },
+        "alibi": lambda: {"mask": masks.causal(), "alibi": make(1, H, dtype=dtype)},
+        "softcap": lambda: {"mask": masks.causal(), "softcap": 30.0},
+        "dropout": lambda: {"mask": masks.causal(), "dropout_p": 0.1, "rng": make(2, dtype=torch.int64)},
+        "own_bias": lambda: {"bias": make(B, H, L, L, dtype=dtype)},
         "shared_bias": lambda: {"bias": make(1, H, L, L, dtype=dtype)},
     }[features]()
     q, k, v = (make(B, heads, L, d, dtype=dtype) for heads in (H, H // 2, H // 2))
@@ -93,7 +101,11 @@ def test_the_cases_are_all_configurations(monkeypatch):
     for target, (_, gpu) in aot.TARGETS.items():
         for half in (True, False):
             for direction, rows in config.tables(half, gpu).items():
-                for c in {c for row in rows for c in (row.plain, row.masked, row.extra)}:
+                for c in {
+                    c
+                    for row in rows
+                    for c in (row.plain, row.masked, row.lists, row.light, row.dropout, row.bias, row.extra)
+                }:
                     block_n = None if direction == config.DELTA else c.block_n
                     wanted = (target, half, direction, c.block_m, block_n, c.num_warps, c.num_stages)
                     assert wanted in launched

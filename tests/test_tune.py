@@ -18,7 +18,7 @@ from tilewise.backends.triton import config, tune
 from tilewise.backends.triton.config import Config
 
 CPU = torch.device("cpu")
-ASKED = ("forward", 64, 64, True, True, False, config.SM90)
+ASKED = ("forward", 64, 64, True, config.RANGES, None, config.SM90)
 TABLE = config.choose(*ASKED)
 
 

@@ -22,15 +22,19 @@ from .primitives import (
     any_odd,
     apart,
     cleaned,
+    distance,
     dot,
     exp_scores,
     head_base,
+    head_slope,
     hidden_zero,
     kept,
+    load_bias,
     load_row,
     load_tile,
     odd_sum,
     offset64,
+    pair_ptrs,
     pick,
     scores,
     sequence,
@@ -71,20 +75,20 @@ def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.co
 
 @triton.jit
 def grad_scores(
-    s, dp, i, j, lse, low, delta, alive, keep, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, survivor_weight,
-    has_low: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    s, dp, i, j, i0, j0, lse, low, delta, alive, keep, len_q, len_k, qk_scale, cap, bias, slope, survivor_weight,
+    has_low: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """From q k^T and dO v^T of a tile: P after dropout, dS before and after the softcap, and what is kept.
 
     All that is not kept is 0, whatever stands there; keep None keeps all but what the bias excludes. lse, low and delta
-    broadcast along the keys.
+    broadcast along the keys. Without MASKED what a bias of -inf hides is 0 only where it is finite, as in ``scores``.
     """
-    s, t = scores(s, i, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
+    s, t = scores(s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, slope, SOFTCAP, UNIT, MASKED)
     if has_low:  # noqa: SIM108 - P = exp(S - lse) * exp(-lse_low)
         p = tl.exp2(((s - lse) - low) * LOG2E)
     else:
         p = exp_scores(s, lse, qk_scale, UNIT)
-    if bias is not None:
+    if MASKED and bias is not None:
         keep = s != -INF if keep is None else keep & (s != -INF)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
@@ -109,15 +113,6 @@ def grad_scores(
 def scaled(x, scale):
     """x * scale, for a sum x: one of nothing stays 0 under a scale that is not a number."""
     return tl.where(x == 0, 0.0, x * scale)
-
-
-@triton.jit
-def head_slope(alibi, strides, b, h, UNIT: tl.constexpr):
-    """The ALiBi slope of a head in the unit of the scores."""
-    slope = tl.load(alibi + b * strides[0] + h * strides[1]).to(tl.float32)
-    if UNIT != NATURAL:
-        slope = slope * LOG2E
-    return slope
 
 
 # --- delta ----------------------------------------------------------------------------------------
@@ -169,7 +164,8 @@ def add_rows(
     Tiles are transposed, (N, M), as P^T and dS^T are needed.
     """
     j = j0 + tl.arange(0, BLOCK_N)[:, None]
-    for t in tl.range(t0, t1, num_stages=1 if CAREFUL else None):
+    # A bias beyond whose edges nothing is read has addresses and masks of each element: too many to load ahead.
+    for t in tl.range(t0, t1, num_stages=1 if CAREFUL or (MASKED and bias is not None) else None):
         i0 = visited(t, lists, where, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_M
         i = i0 + tl.arange(0, BLOCK_M)[None, :]
         q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
@@ -184,9 +180,12 @@ def add_rows(
             alive = tl.trans(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N))
         inside = (tl.arange(0, BLOCK_M) < len_q - i0)[None, :]
         keep = kept(b, h, i, j, inside, len_q, len_k, m, KEEP) if MASKED else None
+        add = bias
+        if bias is not None:
+            add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
         p, _, ds, keep = grad_scores(
-            s, dp, i, j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k, qk_scale,
-            cap, bias, bias_strides, slope, survivor_weight, low is not None, UNIT, SOFTCAP,
+            s, dp, i, j, i0, j0, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k,
+            qk_scale, cap, add, slope, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
         )  # fmt: skip
         if CAREFUL:
             do, found = cleaned(do, keep)
@@ -218,10 +217,13 @@ def odd_queries(
         four = tl.trans(survives(rng, threshold, bh, i0, j // 4 * 4, BLOCK_M, 4))  # (4, M)
         alive = tl.max(tl.where(four & (tl.arange(0, 4) == j % 4)[:, None], 1, 0), 0)[None, :] > 0
     at_j = j + tl.zeros([1, 1], tl.int32)
+    add = bias
+    if bias is not None:
+        add = load_bias(bias, i, at_j, i0, j, len_q, len_k, bias_strides, True, WIDE)
     p, _, ds, keep = grad_scores(
-        s, dp, i, at_j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive,
-        kept(b, h, i, at_j, i < len_q, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, bias, bias_strides, slope,
-        survivor_weight, low is not None, UNIT, SOFTCAP,
+        s, dp, i, at_j, i0, j, row_lse[None, :], row_low[None, :], row_delta[None, :], alive,
+        kept(b, h, i, at_j, i < len_q, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, add, slope,
+        survivor_weight, low is not None, UNIT, SOFTCAP, True,
     )  # fmt: skip
     return odd_sum(ds, keep, q), odd_sum(p, keep, do)
 
@@ -245,10 +247,11 @@ def add_odd_heads(
         if bias is not None:
             bias_base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
         if alibi is not None:
-            slope = head_slope(alibi, alibi_strides, b, h, UNIT)
+            slope = head_slope(alibi, alibi_strides, b, h, qk_scale, UNIT)
         where, n_full, n_all, full, first = visits(
-            b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
-        )
+            b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M,
+            bias is not None,
+        )  # fmt: skip
         for t in tl.range(0, n_all * (BLOCK_M // 16), num_stages=1):
             i0 = visited16(t, lists, where, n_full, full, first, BLOCK_M)
             more_k, more_v = odd_queries(
@@ -291,10 +294,11 @@ def dkdv_tile(
         if bias is not None:
             bias_base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
         if alibi is not None:
-            slope = head_slope(alibi, alibi_strides, b, h, UNIT)
+            slope = head_slope(alibi, alibi_strides, b, h, qk_scale, UNIT)
         where, n_full, n_all, full, first = visits(
-            b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M
-        )
+            b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M,
+            bias is not None,
+        )  # fmt: skip
         if not CAREFUL:
             acc_k, acc_v, odd = add_rows(
                 acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
@@ -389,20 +393,24 @@ def add_cols(
         v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
         s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
         dp = dot(do, tl.trans(v), None, UPCAST, PRECISION)  # (M, N)
+        add = bias
+        if bias is not None:
+            add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
         alive = None
         if rng is not None:
             alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
         keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP) if MASKED else None
         _, ds_bias, ds, keep = grad_scores(
-            s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k, qk_scale,
-            cap, bias, bias_strides, slope, survivor_weight, has_low, UNIT, SOFTCAP,
+            s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
+            qk_scale, cap, add, slope, survivor_weight, has_low, UNIT, SOFTCAP,
+            MASKED or not NEED_DQ,  # without dQ nothing tells of NaN
         )  # fmt: skip
         if dbias is not None:
-            at = i.to(tl.int64) * dbias_strides[2] + j.to(tl.int64) * dbias_strides[3]
-            tl.store(dbias + at, ds_bias.to(dbias.dtype.element_ty), mask=(i < len_q) & (j < len_k))
+            at = pair_ptrs(dbias, i, j, i0, j0, dbias_strides, WIDE)
+            inside = (i < len_q) & (j < len_k) if MASKED else None
+            tl.store(at, ds_bias.to(dbias.dtype.element_ty), mask=inside)
         if NEED_DALIBI:
-            far = tl.abs(i + (len_k - len_q) - j).to(tl.float32)
-            dalibi -= tl.sum(ds_bias * far, 1)
+            dalibi -= tl.sum(ds_bias * distance(i, j, i0, j0, len_q, len_k), 1)
         if NEED_DQ:
             if CAREFUL:
                 k, found = cleaned(k, keep)
@@ -428,9 +436,13 @@ def odd_keys(
     if rng is not None:
         alive = survives(rng, threshold, bh, i, j0, 1, BLOCK_N)
     at_i = i + tl.zeros([1, 1], tl.int32)
+    add = bias
+    if bias is not None:
+        add = load_bias(bias, at_i, j, i, j0, len_q, len_k, bias_strides, True, WIDE)
     _, _, ds, keep = grad_scores(
-        s, dp, at_i, j, row_lse, row_low, row_delta, alive, kept(b, h, at_i, j, j < len_k, len_q, len_k, m, KEEP),
-        len_q, len_k, qk_scale, cap, bias, bias_strides, slope, survivor_weight, has_low, UNIT, SOFTCAP,
+        s, dp, at_i, j, i, j0, row_lse, row_low, row_delta, alive,
+        kept(b, h, at_i, j, j < len_k, len_q, len_k, m, KEEP), len_q, len_k, qk_scale, cap, add, slope,
+        survivor_weight, has_low, UNIT, SOFTCAP, True,
     )  # fmt: skip
     return odd_sum(ds, keep, k)
 
@@ -454,9 +466,9 @@ def dq_tile(
     if dbias is not None:
         dbias += offset64(b, dbias_strides[0]) + offset64(h, dbias_strides[1])
     if alibi is not None:
-        slope = head_slope(alibi, alibi_strides, b, h, UNIT)
+        slope = head_slope(alibi, alibi_strides, b, h, qk_scale, UNIT)
     where, n_full, n_all, full, first = visits(
-        b, h, tile, i0, len_q, len_k, len_q, len_k, lists, list_strides, m, REACH, BLOCK_M, BLOCK_N
+        b, h, tile, i0, len_q, len_k, len_q, len_k, lists, list_strides, m, REACH, BLOCK_M, BLOCK_N, bias is not None
     )
     q_base, do_base = head_base(q, qs, b, h, first_q), head_base(do, dos, b, h, first_q)
     q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
@@ -560,6 +572,8 @@ def dbias_kernel(
     i0, j0 = row * BLOCK_M, col * BLOCK_N
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     j = j0 + tl.arange(0, BLOCK_N)[None, :]
+    base = bias + offset64(b0, bias_strides[0]) + offset64(h0, bias_strides[1])  # strides are 0 where it is shared
+    add = load_bias(base, i, j, i0, j0, max_q, max_k, bias_strides, True, WIDE)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for n in range(0, (batch // n_b) * (heads // n_h)):
         b = tl.where(n_b == 1, n // (heads // n_h), b0)
@@ -581,10 +595,9 @@ def dbias_kernel(
             alive = None
             if rng is not None:
                 alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
-            base = bias + offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
             _, ds, _, _ = grad_scores(
-                s, dp, i, j, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
-                qk_scale, cap, base, bias_strides, None, survivor_weight, low is not None, UNIT, SOFTCAP,
+                s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
+                qk_scale, cap, add, None, survivor_weight, low is not None, UNIT, SOFTCAP, True,
             )  # fmt: skip
             acc += ds
     if SUM_ROWS and SUM_COLS:

@@ -16,6 +16,8 @@ import torch
 
 FORWARD, DELTA, DKDV, DQ, DBIAS = "forward", "delta", "dkdv", "dq", "dbias"
 DIRECTIONS = (FORWARD, DELTA, DKDV, DQ, DBIAS)
+RANGES, LISTS = "ranges", "lists"  # how a mask says which tiles to visit
+LIGHT, DROPOUT, BIAS, EXTRA = "light", "dropout", "bias", "extra"  # changes of the scores
 BUCKETS = (16, 32, 64, 128, 256, 512)  # head dims are padded to these inside the kernels
 SM80, SM90, AMD, INTERPRETER = "sm_80", "sm_90", "gfx942", "interpreter"
 
@@ -61,17 +63,37 @@ def has_tf32(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """The configurations for head dims up to ``most``: without a mask, with one, and with more than that."""
+    """The configurations for head dims up to ``most``.
+
+    Without a mask, with ranges or lists of tiles, and, whatever the mask, with changes of the scores: ALiBi or a
+    softcap alone, dropout alone, a bias alone, and several at once.
+    """
 
     most: int
     plain: Config
     masked: Config
+    lists: Config
+    light: Config
+    dropout: Config
+    bias: Config
     extra: Config
 
 
-def row(most: int, plain: Config, masked: Config | None = None, extra: Config | None = None) -> Row:
+def row(
+    most: int,
+    plain: Config,
+    masked: Config | None = None,
+    extra: Config | None = None,
+    lists: Config | None = None,
+    light: Config | None = None,
+    dropout: Config | None = None,
+    bias: Config | None = None,
+) -> Row:
+    """What is not given is as ``masked``, and that as ``plain``; one change as ``extra``, dropout as ``light``."""
     masked = masked or plain
-    return Row(most, plain, masked, extra or masked)
+    extra = extra or masked
+    light = light or extra
+    return Row(most, plain, masked, lists or masked, light, dropout or light, bias or extra, extra)
 
 
 # A kernel with a mask carries the careful products beside the fast ones, and ptxas gives a kernel one set of registers:
@@ -82,38 +104,66 @@ def row(most: int, plain: Config, masked: Config | None = None, extra: Config | 
 _SM90: dict[str, tuple[Row, ...]] = {
     FORWARD: (
         # Best of 12 shapes each, bf16 at L = 4096 on an H200; 128 x 128 was 19 % slower at D = 64.
-        row(64, Config(128, 64, 8, 3), Config(64, 128, 4, 3), Config(128, 64, 8, 3)),
-        row(128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2)),  # 224 KB
-        row(256, Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
-        row(512, Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 2)),  # 64 rows would spill: mma.sync
+        row(
+            64, Config(128, 64, 8, 3), Config(64, 128, 4, 3), Config(128, 64, 8, 3),
+            lists=Config(64, 64, 4, 3), light=Config(64, 64, 4, 3),
+        ),
+        row(
+            128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2),
+            lists=Config(128, 64, 8, 3), light=Config(64, 64, 4, 3), dropout=Config(128, 64, 8, 3),
+            bias=Config(64, 32, 4, 3),
+        ),
+        row(256, Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2), light=Config(64, 64, 8, 2)),
+        row(512, Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),  # 64 rows would spill: mma.sync
     ),
     # K and V stay, dK and dV are the accumulators: many keys, as traffic on q and dO falls with their number. Few
     # queries, so that three stages fit: worth 20 % of the whole backward at D = 64, 9 % at D = 128.
     # 128 keys spill beside a mask. 64 have at D = 64 the products a byte of q and dO that they have at D = 128.
+    # At D = 128 a third stage beside lists has addresses that spill. So do 64 keys a tile of 4 warps beside ALiBi or a
+    # softcap, which take 11 and 16 % less time, and at D = 64 as many queries beside ALiBi and lists, 6 % less.
     DKDV: (
-        row(64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(32, 64, 8, 2)),
-        row(128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 3)),
-        row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 2)),  # 64 keys would spill: mma.sync
+        row(
+            64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(16, 64, 8, 2),
+            light=Config(32, 64, 4, 3), bias=Config(32, 64, 4, 2),
+        ),
+        row(
+            128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 1), lists=Config(32, 64, 4, 2),
+            light=Config(32, 128, 8, 2), dropout=Config(16, 128, 8, 3), bias=Config(16, 128, 8, 3),
+        ),
+        row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 1)),  # 64 keys would spill: mma.sync
         row(512, Config(16, 16, 8, 1)),
     ),
     DQ: (
-        row(64, Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2)),
-        row(128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2)),
-        row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2)),
+        row(
+            64, Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2),
+            light=Config(64, 64, 4, 3), bias=Config(128, 32, 8, 3),
+        ),
+        row(
+            128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2),
+            light=Config(128, 64, 8, 3), bias=Config(128, 32, 8, 3),
+        ),
+        row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2), light=Config(64, 32, 8, 2)),
         row(512, Config(32, 16, 8, 1)),
     ),
-    DBIAS: (row(128, Config(64, 64, 8, 1)), row(256, Config(64, 32, 8, 1)), row(512, Config(32, 16, 8, 1))),
-}
+    DBIAS: (row(128, Config(64, 64, 4, 1)), row(256, Config(64, 32, 8, 1)), row(512, Config(32, 16, 8, 1))),
+}  # fmt: skip
 # NVIDIA, Ampere and all others, 16 bits: mma.sync, 163 KB (99 KB on consumer cards, which D <= 128 fits).
 _SM80: dict[str, tuple[Row, ...]] = {
     FORWARD: (
-        row(64, Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(128, 32, 8, 3)),
+        row(64, Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(128, 32, 8, 3), light=Config(128, 64, 8, 3)),
         row(128, Config(128, 32, 8, 3)),
-        row(256, Config(64, 32, 8, 2)),
+        row(256, Config(64, 32, 8, 2), extra=Config(32, 32, 8, 2)),
         row(512, Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
     ),
     DKDV: (
-        row(64, Config(64, 64, 4, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 2)),
+        row(
+            64,
+            Config(64, 64, 4, 2),
+            Config(32, 64, 8, 2),
+            Config(32, 32, 8, 2),
+            light=Config(32, 64, 8, 2),
+            dropout=Config(32, 32, 8, 2),
+        ),
         row(128, Config(32, 64, 8, 2), Config(32, 32, 8, 2)),
         row(256, Config(16, 64, 8, 2), Config(16, 32, 8, 2)),
         row(512, Config(16, 16, 8, 1)),
@@ -172,16 +222,18 @@ def tables(half: bool, gpu: str) -> dict[str, tuple[Row, ...]]:
 
 
 @lru_cache
-def choose(direction: str, d: int, dv: int, half: bool, masked: bool, extra: bool, gpu: str) -> Config:
+def choose(direction: str, d: int, dv: int, half: bool, mask: str | None, changes: str | None, gpu: str) -> Config:
     """The configuration of a kernel.
 
-    d, dv: bucketed head dims. half: fp16 or bf16. masked: there is a mask. extra: there is a bias (also ALiBi), a
-    softcap or dropout, which need registers beside the scores.
+    d, dv: bucketed head dims. half: fp16 or bf16. mask: RANGES or LISTS. changes: of the scores, LIGHT,
+    DROPOUT, BIAS or EXTRA.
     """
     if gpu == INTERPRETER:
         return _interpreted
     found = next(r for r in tables(half, gpu)[direction] if max(d, dv) <= r.most)
-    return found.extra if extra else found.masked if masked else found.plain
+    if changes is not None:
+        return {LIGHT: found.light, DROPOUT: found.dropout, BIAS: found.bias, EXTRA: found.extra}[changes]
+    return found.plain if mask is None else found.lists if mask == LISTS else found.masked
 
 
 _interpreted = Config(16, 16, 4, 1)  # enough tiles to prove the loops, few enough to be quick

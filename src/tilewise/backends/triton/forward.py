@@ -28,8 +28,10 @@ from .primitives import (
     exp_scores,
     exp_unit,
     head_base,
+    head_slope,
     hidden_zero,
     kept,
+    load_bias,
     load_row,
     load_tile,
     odd_sum,
@@ -61,7 +63,10 @@ def fold(
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
         s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
-        s, _ = scores(s, i, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
+        add = bias
+        if bias is not None:
+            add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
+        s, _ = scores(s, i, j, i0, j0, len_q, len_k, qk_scale, cap, add, slope, SOFTCAP, UNIT, MASKED)
         if MASKED:
             keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP)
             s = tl.where(keep, s, -INF)
@@ -99,7 +104,10 @@ def odd_values(
     k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
     s = tl.sum(k.to(tl.float32) * load_row(q_base, i, len_q, qs, D, BLOCK_D), 1)[None, :]  # (1, N)
     at = i + tl.zeros([1, 1], tl.int32)
-    s, _ = scores(s, at, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP, UNIT)
+    add = bias
+    if bias is not None:
+        add = load_bias(bias, at, j, i, j0, len_q, len_k, bias_strides, True, WIDE)
+    s, _ = scores(s, at, j, i, j0, len_q, len_k, qk_scale, cap, add, slope, SOFTCAP, UNIT, True)
     keep = kept(b, h, at, j, j < len_k, len_q, len_k, m, KEEP)
     if bias is not None:
         keep = keep & (s != -INF)
@@ -128,12 +136,10 @@ def forward_tile(
     if bias is not None:
         bias += offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
     if alibi is not None:
-        slope = tl.load(alibi + b * alibi_strides[0] + h * alibi_strides[1]).to(tl.float32)
-        if UNIT != NATURAL:
-            slope = slope / LN2
+        slope = head_slope(alibi, alibi_strides, b, h, qk_scale, UNIT)
 
     where, n_full, n_all, full, first = visits(
-        b, h, tile, i0, len_q, len_k, len_q, len_k, lists, list_strides, m, REACH, BLOCK_M, BLOCK_N
+        b, h, tile, i0, len_q, len_k, len_q, len_k, lists, list_strides, m, REACH, BLOCK_M, BLOCK_N, bias is not None
     )
     q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)  # (M, D)
     m_i = tl.full([BLOCK_M], -INF, tl.float32)

@@ -13,12 +13,14 @@ from ...masks import Mask
 from ...philox import threshold
 from ...request import Request
 from . import config, tune
-from .config import Config
+from .config import BIAS, DROPOUT, EXTRA, LIGHT, LISTS, RANGES, Config
 from .lists import classify_kernel, list_kernel
 from .lower import Lowered, lower
 from .primitives import FOLDED, LOG2, NATURAL
 
 LOG2E = math.log2(math.e)
+_QUICK_CAP = 128.0  # of a softcap: times the 5e-7 of ``quick_tanh`` it is within the rounding of 16 bits
+_LEAST_SCALE = 2.0**-20  # beside ALiBi, whose slopes are divided by it
 _L2_BYTES = 16 * 2**20  # keys and values that one section of heads may hold: well inside 40 to 50 MB
 
 
@@ -39,7 +41,9 @@ class Problem:
         self.block_d, self.block_dv = config.bucket(r.dim), config.bucket(r.dim_v)
         self.upcast = self.gpu == config.INTERPRETER and r.dtype == torch.bfloat16
         to_unit = 1.0 if self.unit == NATURAL.value else LOG2E
-        if r.softcap is not None:
+        if r.softcap is not None and self.unit == FOLDED.value:
+            self.qk_scale, self.cap = r.softcap * LOG2E, 2 * LOG2E * r.scale / r.softcap
+        elif r.softcap is not None:
             self.qk_scale, self.cap = r.scale / r.softcap, r.softcap * to_unit
         else:
             self.qk_scale, self.cap = r.scale * to_unit, 0.0
@@ -53,13 +57,23 @@ class Problem:
         r = self.r
         if not self.half or r.bias is not None:
             return NATURAL.value
-        plain = r.alibi is None and r.softcap is None and r.scale > 0
-        return FOLDED.value if plain else LOG2.value
+        if r.softcap is not None:
+            folded = r.alibi is None and r.softcap <= _QUICK_CAP
+        else:
+            folded = r.scale > (0 if r.alibi is None else _LEAST_SCALE)
+        return FOLDED.value if folded else LOG2.value
+
+    def _changes(self) -> str | None:
+        """What is done to the scores, as ``config.choose`` tells it apart."""
+        r = self.r
+        changes = [LIGHT] * (r.alibi is not None) + [LIGHT] * (r.softcap is not None) + [BIAS] * (r.bias is not None)
+        changes += [DROPOUT] * (r.dropout_p > 0)
+        return None if not changes else changes[0] if len(changes) == 1 else EXTRA
 
     def config(self, direction: str) -> Config:
         r = self.r
-        extra = r.bias is not None or r.alibi is not None or r.softcap is not None or r.dropout_p > 0
-        asked = (direction, self.block_d, self.block_dv, self.half, r.mask is not None, extra, self.gpu)
+        mask = None if r.mask is None else RANGES if self.mask.verdict is None else LISTS
+        asked = (direction, self.block_d, self.block_dv, self.half, mask, self._changes(), self.gpu)
         return tune.choose(r.device, *asked) if tune.ENABLED else config.choose(*asked)
 
     def strides(self, x: Tensor) -> tuple[int, ...]:
@@ -80,7 +94,8 @@ class Problem:
                 _, _, row, channel = self.strides(x)
                 if rows * abs(row) + x.shape[-1] * abs(channel) >= 2**31:
                     return True
-        return False
+        _, (_, _, row, column) = self.bias_args()
+        return rows * (abs(row) + abs(column)) >= 2**31
 
     def bias_args(self) -> tuple[Any, tuple[int, ...]]:
         x = self.r.bias

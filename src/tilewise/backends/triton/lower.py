@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any as AnyType
@@ -56,13 +58,23 @@ def lower(mask: Mask | None) -> tuple[Lowered, tuple]:
         return Lowered(), ()
     leaves, values = _arguments(mask)
     given = {id(x.leaf): x for x in leaves}
-    key = _structure(mask, given)
-    if key not in _lowered:
-        _lowered[key] = _functions(*_write(mask, leaves))
-    return _lowered[key], tuple(values)
+    return _remembered(_structure(mask, given), mask, leaves), tuple(values)
 
 
-_lowered: dict[tuple, Lowered] = {}  # by structure: writing the text anew costs more than launching a kernel
+def _remembered(structure: tuple, mask: Mask, leaves: list[Arguments]) -> Lowered:
+    """Written once a structure: that costs more than launching a kernel, and new functions compile kernels anew."""
+    with _lock:
+        if structure not in _lowered:
+            _lowered[structure] = _functions(*_write(mask, leaves))
+            if len(_lowered) > _MOST:
+                _lowered.popitem(last=False)
+        _lowered.move_to_end(structure)
+        return _lowered[structure]
+
+
+_MOST = 512  # structures that are remembered, those used last
+_lowered: OrderedDict[tuple, Lowered] = OrderedDict()
+_lock = threading.Lock()
 
 
 def untranslatable(mask: Mask | None) -> list[str]:

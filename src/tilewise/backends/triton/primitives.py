@@ -4,7 +4,9 @@ The names are those of ``tiled``. Index tiles ``i`` (queries) and ``j`` (keys) c
 (M, 1) and (1, N) or, in the dK/dV kernel, (1, M) and (N, 1): everything here is element-wise in them.
 
 Units of the scores, a constexpr:
-    FOLDED   s is q k^T, unscaled; exp2(s * qk_scale - m) is one multiply-add (needs scale > 0)
+    FOLDED   s is unscaled; exp2(s * qk_scale - m) is one multiply-add (needs qk_scale > 0). s is q k^T, less the
+             distance times slope / qk_scale under ALiBi; under a softcap it is the tanh, qk_scale the cap in units of
+             log2, and cap what q k^T is multiplied by within the tanh
     LOG2     s is scaled, in units of log2
     NATURAL  s is scaled, in natural units; exp2((s - m) * log2(e)) rounds after the difference, and a
              bias of finfo.min stays finite
@@ -104,13 +106,13 @@ def unflatten(pid, tiles, heads, pairs, section, REVERSE: tl.constexpr):
 @triton.jit
 def visits(
     b, h, tile, start, size, length, len_q, len_k, lists, list_strides, m,
-    REACH: tl.constexpr, BLOCK: tl.constexpr, OTHER: tl.constexpr,
+    REACH: tl.constexpr, BLOCK: tl.constexpr, OTHER: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """The tiles along the other axis that this one takes part in.
 
     Returns (where, n_full, n_all, full, first): tile number t of n_all is ``visited(...)`` of these. The first n_full
     need no mask. From lists, which ``lower`` made, or from the arithmetic of ``REACH``. size: of the own
-    axis; length: of the other.
+    axis; length: of the other. INSIDE: none is full if this one reaches past the end, as in lists.
     """
     if lists is not None:
         row = offset64(b, list_strides[0]) + offset64(h, list_strides[1]) + offset64(tile, list_strides[2])
@@ -122,6 +124,8 @@ def visits(
             lo, hi, full_lo, full_hi = REACH(b, start, tl.minimum(start + BLOCK, size) - 1, len_q, len_k, m)
             lo, hi = tl.maximum(lo, 0), tl.minimum(hi, length)
             full_lo, full_hi = tl.maximum(full_lo, lo), tl.minimum(full_hi, hi)
+        if INSIDE:
+            full_hi = tl.where(start + BLOCK > size, 0, full_hi)
         first = lo // OTHER
         last = tl.maximum(tl.cdiv(hi, OTHER), first)
         last = tl.where(hi > lo, last, first)
@@ -166,6 +170,11 @@ def dot(a, b, acc, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
         tl.debug_barrier()  # without tensor cores operands pass through registers: of one product at a time
     if acc is None:
         return tl.dot(a, b, input_precision=PRECISION)
+    elif a.dtype == tl.float32 and PRECISION == "ieee":
+        # Added as a whole: one chain of additions over all keys would round each of their products to the size of the
+        # sum. As an fma, since the compiler makes of a sum with a product just that chain.
+        product = tl.dot(a, b, input_precision=PRECISION)
+        return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION)
 
@@ -186,22 +195,81 @@ def tanh(x):
 
 
 @triton.jit
+def quick_tanh(s, factor):
+    """tanh(s * factor / log2(e) / 2) to about 5e-7, whatever its size: 1 - 2 / (1 + exp(2 x)). A square of rsqrt is the
+    quickest reciprocal."""
+    r = tl.rsqrt(1 + tl.exp2(s * factor))
+    return 1 - 2 * (r * r)
+
+
+@triton.jit
+def head_slope(alibi, strides, b, h, qk_scale, UNIT: tl.constexpr):
+    """The ALiBi slope of a head in the unit of the scores."""
+    slope = tl.load(alibi + b * strides[0] + h * strides[1]).to(tl.float32)
+    if UNIT != NATURAL:
+        slope = slope * LOG2E
+    if UNIT == FOLDED:
+        slope = slope / qk_scale
+    return slope
+
+
+@triton.jit
+def distance(i, j, i0, j0, len_q, len_k):
+    """|i + len_k - len_q - j| in fp32, exact below 2**24. i0, j0: the first of i and j. Of each pair it is one
+    subtraction of what the rows and the columns of a tile have in fp32, and only i0 and j0 change in a loop."""
+    x, y = (i - i0).to(tl.float32), (j - j0).to(tl.float32)
+    base = (i0 + (len_k - len_q) - j0).to(tl.float32)
+    if i.shape[1] == 1:  # a tile's rows are fewer a thread
+        x = x + base
+    else:
+        y = y - base
+    return tl.abs(x - y)
+
+
+@triton.jit
+def pair_ptrs(base, i, j, i0, j0, strides, WIDE: tl.constexpr):
+    """Addresses of pairs in a (batch, head, row, column) tensor from that of its (b, h), as in ``tile_ptrs``."""
+    rows, cols = i - i0, j - j0
+    if WIDE:
+        rows, cols = rows.to(tl.int64), cols.to(tl.int64)
+    return base + (offset64(i0, strides[2]) + offset64(j0, strides[3])) + (rows * strides[2] + cols * strides[3])
+
+
+@triton.jit
+def load_bias(bias, i, j, i0, j0, len_q, len_k, strides, MASKED: tl.constexpr, WIDE: tl.constexpr):
+    """The bias of pairs, 0 beyond the edges, in its own dtype. MASKED: some may pass the end."""
+    at = pair_ptrs(bias, i, j, i0, j0, strides, WIDE)
+    if MASKED:
+        return tl.load(at, mask=(i < len_q) & (j < len_k), other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
 def scores(
-    s, i, j, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, SOFTCAP: tl.constexpr, UNIT: tl.constexpr
+    s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, slope,
+    SOFTCAP: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores from s = q k^T: scale, softcap, bias; and the tanh of the softcap. -inf where the bias is, even on NaN."""
+    """Scores from s = q k^T: scale, softcap, bias; and the tanh of the softcap.
+
+    i0, j0: the first of i and j. bias: its tile. MASKED: a score is -inf where the bias is, even on NaN; in other tiles
+    that NaN stays, and the program finds it at its end.
+    """
     t = s
     if UNIT != FOLDED:
         s = s * qk_scale
     if SOFTCAP:
-        t = tanh(s)
-        s = t * cap
+        if UNIT == FOLDED:
+            t = quick_tanh(s, cap)
+            s = t
+        else:
+            t = tanh(s)
+            s = t * cap
     if slope is not None:
-        s -= slope * tl.abs(i + (len_k - len_q) - j).to(tl.float32)
+        s -= slope * distance(i, j, i0, j0, len_q, len_k)
     if bias is not None:
-        at = i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
-        add = tl.load(bias + at, mask=(i < len_q) & (j < len_k), other=0.0).to(tl.float32)
-        s = tl.where(add == -INF, -INF, s + add)
+        add = bias.to(tl.float32)
+        s = tl.where(add == -INF, -INF, s + add) if MASKED else s + add
     return s, t
 
 

@@ -1,11 +1,11 @@
 """Autotuning, opt-in: with TILEWISE_AUTOTUNE=1 a class of launches gets the fastest of a few configurations.
 
-A class is what ``config.choose`` is asked with (direction, head dims, dtype, mask, extras, generation of the GPU), on
-one GPU model. Its first call runs with the table's configuration and is answered with that result. Then each neighbour
-of that configuration runs the same call. One that does not fit the GPU, or whose results are not the same numbers by
-the judge's budget, is out; only then is it timed. The winner is kept in memory and in a file under the user's cache
-directory, keyed by the GPU, Triton's version and a digest of the kernels. Idea: Helion's tuner, which checks before it
-times.
+A class is what ``config.choose`` is asked with (direction, head dims, dtype, mask, changes of the scores, generation of
+the GPU), on one GPU model. Its first call runs with the table's configuration and is answered with that result. Then
+each neighbour of that configuration runs the same call. One that does not fit the GPU, or whose results are not the
+same numbers by the judge's budget, is out; only then is it timed. The winner is kept in memory and in a file under the
+user's cache directory, keyed by the GPU, Triton's version and a digest of the kernels. Idea: Helion's tuner, which
+checks before it times.
 
 Unless TILEWISE_AUTOTUNE is set, ``Problem.config`` reads one bool and this module does nothing.
 """
