@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ class Run:
         for v in d.result or []:
             c["checks"] += v.quantity != "refused"
             if v.quantity == "refused":
-                c["refused"].append([*job, v.note])
+                c["refused"].append([*job, reasons(v.note, self.record["backend"])])
             elif not v.ok:
                 c["failed"].append([*job, v.quantity, v.note])
         c["seconds"] = round(time.monotonic() - self.proving)
@@ -155,6 +156,15 @@ class Run:
         speed = [f"{x['mask']} D={x['dim']} L={x['length']}: {x[r['backend']]['error']}" for x in rows]
         suite = [f"{c['name']}, {c['case']}: {c['note']}" for c in r.get("suite", []) if c["ok"] is False]
         return speed + suite + [" ".join(map(str, x)) for x in r.get("correctness", {}).get("failed", [])]
+
+
+def reasons(refusal: str, backend: str) -> str:
+    """Those of one backend, of a refusal that lists all."""
+    lines = iter(refusal.splitlines())
+    for line in lines:
+        if line.startswith(f"{backend}:"):
+            return "; ".join(x.removeprefix("  - ") for x in takewhile(lambda x: x.startswith("  - "), lines))
+    return refusal
 
 
 def judge_jobs(dtypes: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -478,3 +478,11 @@ def test_every_problem_comes_once_before_any_comes_twice():
     assert len(jobs) == len(set(jobs)) == 3 * n
     assert {name for name, _ in jobs[:n]} == {p.name for p in problems()}
     assert {dtype for _, dtype in jobs[:n]} == set(gpu.DTYPES)
+
+
+def test_a_refusal_is_recorded_by_its_reasons():
+    q = torch.randn(1, 1, 3, 4)
+    with pytest.raises(NotImplementedError) as e:
+        attention(q, q, q, sinks=torch.zeros(1), backend="torch_flash")
+    assert gpu.reasons(str(e.value), "torch_flash").startswith("does not take attention sinks")
+    assert gpu.reasons("something else", "torch_flash") == "something else"
