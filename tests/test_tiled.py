@@ -67,3 +67,31 @@ def test_a_bound_on_the_scores_changes_no_bit(mask, size, monkeypatch):
     known = gradients(mask)
     monkeypatch.setattr(tiled, "_all_near_zero", lambda *a: False)
     assert all(torch.equal(a, b) for a, b in zip(known, gradients(mask), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "lengths"), [((4, 4), (16, 16)), ((6, 2), (1, 40)), ((4, 1), (7, 1))])
+@pytest.mark.parametrize("lead", ["B, H, L", "B, L, H"])
+def test_small_calls_without_gradients(dtype, heads, lengths, lead, monkeypatch):
+    """They are computed at once, to what tiles give."""
+    torch.manual_seed(0)
+    shapes = [(2, h, n, d) for h, n, d in zip((*heads, heads[1]), (*lengths, lengths[1]), (8, 8, 5), strict=True)]
+    q, k, v = (torch.randn(b, n, h, d, dtype=dtype).transpose(1, 2) for b, h, n, d in shapes)
+    if lead == "B, H, L":
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    calls = []
+    monkeypatch.setattr(tiled, "_at_once", lambda r, real=tiled._at_once: calls.append(r) or real(r))
+    aux = tw.AuxRequest(lse=True)
+    out, more = tw.attention(q, k, v, backend="tiled", return_aux=aux)
+    assert len(calls) == 1
+    monkeypatch.setattr(tiled, "_AT_ONCE", 0)
+    expected, by_tiles = tw.attention(q, k, v, backend="tiled", return_aux=aux)
+    assert len(calls) == 1
+    assert (out.stride(), out.dtype) == (expected.stride(), expected.dtype)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(more.lse, by_tiles.lse)
+    q.requires_grad_()
+    monkeypatch.undo()
+    with monkeypatch.context() as m:
+        m.setattr(tiled, "_at_once", lambda r: pytest.fail("a backward follows"))
+        tw.attention(q, k, v, backend="tiled")

@@ -87,10 +87,14 @@ class Backend:
     features: ClassVar[frozenset[str]] = FEATURES
     hints: ClassVar[dict[str, str]] = {}  # feature -> the change that would do without it
 
+    def on(self, device: str) -> bool:
+        """Whether it runs on that type of device, as far as it declares so."""
+        return self.devices is None or device in self.devices
+
     def why_not(self, r: Request) -> list[Reason]:
         """All reasons, in the order: device, dtype, features, and what the backend itself adds."""
         reasons = []
-        if self.devices is not None and r.device.type not in self.devices:
+        if self.devices is not None and not self.on(r.device.type):
             reasons.append(Reason(f"runs on {' or '.join(self.devices)}, the tensors are on {r.device.type}"))
         if r.dtype not in self.dtypes:
             names = ", ".join(str(d).removeprefix("torch.") for d in self.dtypes)
@@ -170,7 +174,7 @@ def select(r: Request, choice: str | Sequence[str] | None = None) -> Backend:
     names = candidates(choice)
     for name in names:
         backend = get(name)
-        if not backend.why_not(r):
+        if backend.on(r.device.type) and not backend.why_not(r):  # the first is quick, and often enough
             return backend
     raise NotImplementedError(refusal(r, names))
 

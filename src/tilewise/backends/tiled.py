@@ -228,25 +228,26 @@ class Block(NamedTuple):
 
 
 def _is_small_and_plain(r: Request) -> bool:
-    changed = any(x is not None for x in (r.mask, r.bias, r.alibi, r.softcap, r.sinks, r.ragged)) or r.dropout_p > 0
-    return not changed and not r.want_max_logits and 0 < r.batch * r.heads * r.len_q * r.len_k <= _AT_ONCE
+    """And no backward follows: that counts on scores which are the same sums, in the same order."""
+    if r.before_backward or r.want_max_logits or r.dropout_p > 0:
+        return False
+    plain = r.mask is r.bias is r.alibi is r.softcap is r.sinks is r.ragged is None
+    return plain and 0 < r.batch * r.heads * r.len_q * r.len_k <= _AT_ONCE
 
 
 def _at_once(r: Request) -> Output:
     """A single tile, whose state is that of the whole row."""
     # The query heads that share a key/value head are rows of one product.
     q, k, v = (x.reshape(r.batch * r.kv_heads, -1, x.shape[-1]).to(r.state_dtype) for x in (r.q, r.k, r.v))
-    # In the units of the backward, whose scores must be the same. out=: autocast would change the dtype.
-    s = torch.bmm(q * (r.scale * _LOG2E), k.mT, out=q.new_empty(*q.shape[:2], k.shape[1]))
+    # out=: autocast would change the dtype
+    s = torch.bmm(q * r.scale, k.mT, out=q.new_empty(*q.shape[:2], k.shape[1]))
     m = s.amax(-1, keepdim=True)
-    p = s.sub_(m).exp2_()
+    p = s.sub_(m).exp_()
     l = p.sum(-1, keepdim=True)  # noqa: E741 - the field's name for it
     out = torch.bmm(p, v, out=q.new_empty(*q.shape[:2], r.dim_v)).div_(l).view(*r.q.shape[:3], r.dim_v)
     if out.dtype != r.dtype or not r.q.is_contiguous():
         out = r.new_out().copy_(out)
-    exact = ((m.double() if r.keeps_low else m) + l.log2_()).view(out.shape[:-1]).div_(_LOG2E)
-    lse = exact.to(r.state_dtype)
-    return Output(out, lse, None, (exact - lse).to(r.state_dtype) if r.keeps_low else None)
+    return Output(out, m.add_(l.log_()).view(out.shape[:-1]))
 
 
 class _Rows(NamedTuple):
