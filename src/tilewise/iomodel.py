@@ -89,7 +89,8 @@ def cost(r: Request, machine: Machine | None = None) -> Cost:
         standard, backward  e (2 Q + 2 K + 2 V + 2 O + 7 pairs)                  P read twice; dP written, read;
                                                                                  dS written, read twice
         tiled, forward      e (Q + O) + s R + e (D + Dv) keys read + X           keys read: ``_rows_read``; the
-                                                                                 log-sum-exp (2 s R: ``keeps_low``)
+                                                                                 log-sum-exp (2 s R before a
+                                                                                 backward: ``keeps_low``)
         tiled, backward     e (2 O) + s R                                        delta = rowsum(dO * O)
                             + 2 e (K + V)                                        K and V read, dK and dV written
                             + (e (D + Dv) + 2 s + 2 s D) queries read + X        Q, dO, lse, delta; dQ also written

@@ -100,7 +100,6 @@ class Watch(TorchDispatchMode):
         self._trails = Trails()
         self._names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
-        self._thread = threading.get_ident()
         self._paused = ""  # the kind of step that runs alone at present
         self._ends_with: nn.Module | None = None  # the module whose call ends such a step, if it is no training step
         self._beneath: TorchDispatchMode | None = None  # the user's mode below this one while it is paused
