@@ -2,7 +2,7 @@
 
 For each cell both are called in turn, forward and backward apart, and the medians' ratio is printed: above 1, tiled
 is the faster. Where both compute the same, that is checked before it is timed. Then follow RMS errors against fp64,
-and the time of a call too small to compute much. ``--json FILE`` keeps the numbers.
+the speed of fp32 products, and the time of a call too small to compute much. ``--json FILE`` keeps the numbers.
 
     plain     8 heads, without a mask and causal: the cells of the flash kernel
     masked    what tiled skips and PyTorch does not: compared with PyTorch's full causal attention
@@ -27,6 +27,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import masks
+from tilewise.backends import products
 from tilewise.bench.timing import alternate, turn
 from tilewise.masks import Mask
 
@@ -144,6 +145,18 @@ def errors(dtype: str) -> dict[str, list[float]]:
     }
 
 
+def libraries(rounds: int) -> list[float]:
+    """GFLOP/s of the fp32 product (4, 512, 64) x (4, 64, 512), by MKL, which PyTorch takes, and by oneDNN."""
+    a, b, out = torch.randn(4, 512, 64), torch.randn(4, 64, 512), torch.empty(4, 512, 512)
+
+    def onednn() -> None:
+        with products._onednn():
+            torch.bmm(a, b, out=out)
+
+    seconds = medians([partial(torch.bmm, a, b, out=out), onednn], rounds)
+    return [2 * out.numel() * a.shape[2] / s / 1e9 for s in seconds]
+
+
 def overhead(rounds: int) -> list[float]:
     """Median seconds of SDPA, of attention() and of our scaled_dot_product_attention() at L = 16, D = 64."""
     q, k, v = (torch.randn(1, 1, 16, 64) for _ in range(3))
@@ -186,6 +199,9 @@ def main() -> None:
     for dtype, by in record["errors"].items():
         for name, of in by.items():
             print(f"{dtype:6}{name:6} " + " ".join(f"{x:9.2e}" for x in of))
+    record["gflops"] = libraries(max(a.rounds, 15))
+    taken = "oneDNN" if products._onednn_is_better() else "MKL"
+    print("\nfp32 products: MKL {:.0f} GFLOP/s, oneDNN {:.0f};".format(*record["gflops"]), f"tiled takes {taken}")
     record["overhead_s"] = overhead(max(a.rounds, 15))
     sdpa, ours, drop_in = (1e6 * s for s in record["overhead_s"])
     print(f"\na call at L = 16, D = 64: SDPA {sdpa:.0f} us, attention {ours:.0f} us, its drop-in {drop_in:.0f} us")

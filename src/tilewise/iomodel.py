@@ -223,8 +223,8 @@ def machine_for(r: Request) -> Machine:
     longest = Sequence(slice(0, r.batch), slice(0, r.len_q), slice(0, r.len_k), r.ragged is not None)
     tiled = dispatch.get("tiled")
     assert isinstance(tiled, TiledBackend)
-    tile = tiled.block_shape(r, longest)
-    return Machine(tile, tile, cache_bytes(r.device))
+    forward, backward = (tiled.block_shape(r, longest, x) for x in (False, True))
+    return Machine(forward, backward, cache_bytes(r.device))
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -12,9 +12,10 @@ A tile of keys stays and tiles of queries stream past, so dK and dV of a tile ar
 Several (batch, key/value head) pairs are computed at once, as one batched matrix product; the query
 heads that share a key/value head are rows of the same product, so keys and values are never expanded.
 A tile of scores is held transposed, keys by queries: the matrix products then read their operands in memory order,
-which was measured to be a tenth faster. All tile arithmetic is fp32 (fp64 for fp64 inputs). What one side needs is
-prepared for a strip of neighbouring tiles, while the other side's strips stream past. Besides the outputs there exist a
-tile of scores over the heads at work (two in the backward), a strip of each side, and the dQ of these heads.
+which was measured to be a tenth faster; who computes them is the matter of ``products``. All tile arithmetic is fp32
+(fp64 for fp64 inputs). What one side needs is prepared for a strip of neighbouring tiles, while the other side's strips
+stream past. Besides the outputs there exist a tile of scores over the heads at work (two in the backward), a strip of
+each side, and the dQ of these heads.
 
 Where nothing is added to the scores they are in units of log2: q comes scaled by scale * log2(e), and exp is exp2,
 which is as exact and which PyTorch's CPU kernels compute several times faster.
@@ -38,6 +39,7 @@ from ..philox import dropout_keep
 from ..request import NEG_INF, Request, Sequence, distance
 from ..state import State
 from ..tilemap import Tile, TileMap, tile_map
+from . import products
 
 # Elements of a tile of scores over all heads at work, for each thread: so many that an operation takes longer than its
 # Python and than its threads' waiting for each other, so few that the tile stays in the caches from one pass over it to
@@ -66,38 +68,51 @@ class TiledBackend(Backend):
                 if x is not None:
                     x.fill_(empty)
         near = _all_near_zero(r)
-        for seq in r.sequences():
-            for w in self.blocks(r, seq):
-                for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m):
-                    _forward(w, strip, near, o)
+        with products.quick(r.device):
+            for seq in r.sequences():
+                for w in self.blocks(r, seq, backward=False):
+                    for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m):
+                        _forward(w, strip, near, o)
         return o
 
     def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
         grads = _Gradients(r, needs)
-        blocks = [work for seq in r.sequences() for work in self.blocks(r, seq)]
+        blocks = [work for seq in r.sequences() for work in self.blocks(r, seq, backward=True)]
         if grads.sinks is not None:
             for w in blocks:
                 grads.add_sinks(w, saved)
         if not grads.any_scores:
             return grads.finish(r)
         near = _all_near_zero(r)
-        for w in blocks:
-            _backward(w, near, saved, grads)
+        with products.quick(r.device):
+            for w in blocks:
+                _backward(w, near, saved, grads)
         return grads.finish(r)
 
-    def block_shape(self, r: Request, seq: Sequence) -> tuple[int, int]:
-        """Queries and keys of a tile. Small enough to skip much of a mask, large enough for the matrix product."""
+    def block_shape(self, r: Request, seq: Sequence, backward: bool) -> tuple[int, int]:
+        """Queries and keys of a tile. Small enough to skip much of a mask, large enough for the matrix product.
+
+        Measured with benchmarks/cpu.py: a forward is faster with 256 queries, a backward with 512 queries and 1024
+        keys, unless a mask hides keys on both sides: then half of that visits less of what is hidden. What is hidden on
+        one side only weighs more in short sequences.
+        """
         if self.tiles:
             return self.tiles
-        m, n = (512, 512) if r.mask is None else (128, 512)
+        one_sided = isinstance(r.mask, Band) and r.mask.left is None
+        m, n = (512 if backward and (one_sided or r.mask is None) else 256), 512
+        if backward and one_sided:
+            m, n = (max(256, min(x, most)) for x, most in ((seq.len_q // 4, m), (seq.len_k // 4, 1024)))
         m = max(16, m // r.group)  # the rows of a group are stacked
-        if seq.len_q * r.group < m:  # few queries (decoding): longer tiles of keys for the same work
-            n = max(n, _room() // (4 * max(seq.len_q * r.group, 1)))
+        room = _room() // (max(1, min(m, seq.len_q)) * r.group)  # keys of a tile, over all heads at work
+        if r.mask is None or room >= 1024 * r.batch * r.kv_heads:
+            n = max(n, 1024)
+        if seq.len_q < m:  # few queries (decoding): longer tiles of keys for the same work
+            n = max(n, room // 4)
         return max(1, min(m, seq.len_q)), max(1, min(n, seq.len_k))
 
-    def blocks(self, r: Request, seq: Sequence) -> Iterator[Block]:
+    def blocks(self, r: Request, seq: Sequence, backward: bool) -> Iterator[Block]:
         """The work of a sequence, in blocks of (batch, key/value head) pairs that are computed together."""
-        m, n = self.block_shape(r, seq)
+        m, n = self.block_shape(r, seq, backward)
         grid = Grid(r.batch, r.heads, seq.len_q, seq.len_k, m, n, r.device)
         tiles = tile_map(r.mask, grid)
         pairs = max(1, _room() // (m * n * r.group))
@@ -164,20 +179,23 @@ class Block(NamedTuple):
 
     def queries(self, x: Tensor, strip: Strip) -> Tensor:
         """The strip of a query-like (B, H, Lq, D) tensor as (t, n, group * m, D) in the state dtype."""
-        x = self._cut(self.seq.queries(x), self.heads, strip)
-        return x.reshape(len(strip.tiles), self.pairs, -1, x.shape[-1]).to(self.r.state_dtype)
+        return self._gather(self._cut(self.seq.queries(x), self.heads, strip))
 
     def put_queries(self, x: Tensor, strip: Strip, value: Tensor) -> None:
         self._put(self.seq.queries(x), self.heads, strip, value)
 
     def keys(self, x: Tensor, strip: Strip) -> Tensor:
         """The strip of a key-like (B, Hkv, Lk, D) tensor as (t, n, k, D) in the state dtype."""
-        x = self._cut(self.seq.keys(x), self.kv, strip)
-        return x.reshape(len(strip.tiles), self.pairs, -1, x.shape[-1]).to(self.r.state_dtype)
+        return self._gather(self._cut(self.seq.keys(x), self.kv, strip))
 
     def put_keys(self, x: Tensor | None, strip: Strip, value: Tensor | None) -> None:
         if x is not None and value is not None:
             self._put(self.seq.keys(x), self.kv, strip, value)
+
+    def _gather(self, cut: Tensor) -> Tensor:
+        """What ``_cut`` gives as (t, n, ..., D), copied at most once."""
+        x = cut.to(self.r.state_dtype, memory_format=torch.contiguous_format)
+        return x.reshape(len(cut), self.pairs, -1, cut.shape[-1])
 
     def stats(self, x: Tensor, strip: Strip) -> Tensor:
         """The strip of a statistic ((B, H, Lq), or (H, T) when ragged) as (t, n, group * m)."""
@@ -256,7 +274,7 @@ class _Rows(NamedTuple):
     n = (batch, key/value head) pairs. All but q are updated in place.
     """
 
-    q: Tensor  # (t, n, D, group * m), scaled, in ``_unit``, as all scores are
+    q: Tensor  # (t, n, group * m, D), scaled, in ``_unit``, as all scores are
     high: Tensor  # (t, n, group * m), the largest score
     m: Tensor  # (t, n, group * m), what is taken off every score before exp: 0, or near ``high``
     acc: Tensor  # (t, n, Dv + 1, group * m), transposed as the scores are; the last row is l
@@ -271,7 +289,7 @@ def _forward(w: Block, strip: Strip, near: bool, to: Output) -> None:
         visits = [(c, list(w.tiles.col(w.verdicts, c, strip.tiles))) for c in keys.tiles]
         if not any(tiles for _, tiles in visits):
             continue
-        k, v1 = w.keys(r.k, keys), _with(w.keys(r.v, keys), 1.0 if r.dropout_p == 0 else 0.0)
+        k, v1 = w.keys(r.k, keys), _columns(w.keys(r.v, keys), 1.0 if r.dropout_p == 0 else 0.0).mT
         clean = _finite(v1)
         for (c, tiles), k_c, v_c in zip(visits, k.unbind(), v1.unbind(), strict=True):
             cols = grid.cols_of(c)
@@ -283,9 +301,9 @@ def _forward(w: Block, strip: Strip, near: bool, to: Output) -> None:
 
 
 def _nothing_seen(w: Block, strip: Strip) -> _Rows:
-    q = _columns(w.queries(w.r.q, strip), _q_scale(w.r))
-    m = torch.zeros_like(q[:, :, 0])
-    return _Rows(q, torch.full_like(m, NEG_INF), m, m.new_zeros(*q.shape[:2], w.r.dim_v + 1, q.shape[3]))
+    q = w.queries(w.r.q, strip) * _q_scale(w.r)
+    m = q.new_zeros(q.shape[:3])
+    return _Rows(q, torch.full_like(m, NEG_INF), m, m.new_zeros(*q.shape[:2], w.r.dim_v + 1, q.shape[2]))
 
 
 def _q_scale(r: Request) -> float:
@@ -314,15 +332,15 @@ def _scores(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A tile of scores (n, k, group * m); what is kept of it, None for all; tanh of the softcap.
 
-    q (n, D, group * m) comes scaled, k is (n, k, D). What is masked is -inf, unless the scores are ``near`` 0:
+    q (n, group * m, D) comes scaled, k is (n, k, D). What is masked is -inf, unless the scores are ``near`` 0:
     ``_exp_`` takes it out then.
     """
     r, tanh = w.r, None
     if r.softcap is None:
-        s = _product(k, q, scratch.tile(0, k.shape[1], q.shape[2]))
+        s = _product(k, q.mT, scratch.tile(0, k.shape[1], q.shape[1]))
     else:
-        tanh = _product(k, q, scratch.tile(2, k.shape[1], q.shape[2])).div_(r.softcap).tanh_()
-        s = torch.mul(tanh, r.softcap * _unit(r), out=scratch.tile(0, k.shape[1], q.shape[2]))
+        tanh = _product(k, q.mT, scratch.tile(2, k.shape[1], q.shape[1])).div_(r.softcap).tanh_()
+        s = torch.mul(tanh, r.softcap * _unit(r), out=scratch.tile(0, k.shape[1], q.shape[1]))
     if tile.verdict != PARTIAL and r.bias is None and r.alibi is None:
         return s, None, tanh
     by_head = w.by_head(s, tile)
@@ -356,7 +374,7 @@ def _fold_(
 ) -> None:  # fmt: skip
     """``state.fold`` in place: ``s`` becomes the tile's exp(s - m), and the sums take it in.
 
-    v1 (n, k, Dv + 1) carries a last column of ones: the product then also sums up l, for the price of a column.
+    v1 (n, k, Dv + 1), in columns, has ones in the last: the product then also sums up l, for the price of a column.
     ``clean``: there is nothing in v1 that must not be multiplied by 0.
     """
     if not near:
@@ -423,26 +441,33 @@ def _survivor_weight(r: Request) -> float:
 
 
 class _Queries(NamedTuple):
-    """What the backward needs of a strip of queries, or of one tile of it without t."""
+    """What the backward needs of a strip of queries, or of one tile of it without t.
 
-    q: Tensor  # (t, n, group * m, D), scaled
-    do: Tensor  # (t, n, group * m, Dv)
-    lse: Tensor  # (t, n, group * m), in ``_unit``, finite also for a row without a key
-    delta: Tensor  # (t, n, group * m), rowsum(dO * O) - dlse
-    q1: Tensor  # (t, n, D + 1, group * m): q in columns as the forward has it, and -lse as a last row
-    do1: Tensor  # (t, n, Dv + 1, group * m): do in columns, and -delta as a last row
-
-
-class _Keys(NamedTuple):
-    """A strip of keys and their gradients, or one tile of it without t.
-
-    k1 and v1 end in a column of ones: with the last rows of q1 and do1 the products are S - lse and dP - delta. A pass
+    With ones in the last columns of k1 and v1, the last columns here make the products S - lse and dP - delta. A pass
     over the tile would cost far more than a column of the product.
     """
 
-    k: Tensor  # (t, n, k, D)
-    k1: Tensor  # (t, n, k, D + 1)
-    v1: Tensor  # (t, n, k, Dv + 1)
+    q1: Tensor  # (t, n, group * m, D + 1): q, scaled as the forward has it, and -lse
+    do1: Tensor  # (t, n, group * m, Dv + 1): dO, and -delta = dlse - rowsum(dO * O)
+    lse: Tensor | None  # (t, n, group * m): where it is taken off apart, and the last column of q1 is 0
+    delta: Tensor | None  # likewise, with that of do1
+
+    # Views of q1 and do1 without their last columns.
+    @property
+    def q(self) -> Tensor:
+        return self.q1[..., :-1]
+
+    @property
+    def do(self) -> Tensor:
+        return self.do1[..., :-1]
+
+
+class _Keys(NamedTuple):
+    """A strip of keys and their gradients, or one tile of it without t."""
+
+    k: Tensor  # (t, n, k, D), in columns: so dQ is a tenth faster
+    k1: Tensor  # (t, n, k, D + 1), with ones
+    v1: Tensor  # (t, n, k, Dv + 1), with ones
     dk: Tensor | None
     dv: Tensor | None
 
@@ -467,6 +492,8 @@ def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients) -> None:
                     if tile.cols != cols:
                         y_c = _Keys(*(_part(f, tile, cols) for f in y_c))
                     _backward_tile(w, tile, x_i, y_c, dq[b][n] if dq else None, grads, scratch, near, clean)
+        if y.dk is not None and w.r.softcap is None:
+            y.dk.div_(_unit(w.r))
         w.put_keys(grads.k, keys, y.dk)
         w.put_keys(grads.v, keys, y.dv)
     if grads.q is not None:
@@ -483,24 +510,32 @@ def _no_dq(w: Block, strip: Strip) -> Tensor:
 def _no_dkdv(w: Block, strip: Strip, grads: _Gradients) -> _Keys:
     k, v = w.keys(w.r.k, strip), w.keys(w.r.v, strip)
     dk, dv = (None if g is None else x.new_zeros(x.shape) for g, x in ((grads.k, k), (grads.v, v)))
-    return _Keys(k, _with(k, 1.0), _with(v, 1.0), dk, dv)
+    return _Keys(_columns(k).mT, _with(k, 1.0), _with(v, 1.0), dk, dv)
 
 
 def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
     r, q, do = w.r, w.queries(w.r.q, strip), w.queries(saved.dout, strip)
-    lse, delta, weight = _row_stats(w, strip, saved, _unit(r))
+    lse, delta, weight = _row_stats(w, strip, saved, do, _unit(r))
     if weight is not None:
         do, delta = do * weight[..., None], delta * weight
-    return _Queries(q * r.scale, do, lse, delta, _columns(q, _q_scale(r), -lse), _columns(do, 1.0, -delta))
+    # Rounded to fewer digits -lse would be another one.
+    exact = r.state_dtype == torch.float64 or products.exact(r.device)
+    with_lse, with_delta = exact and r.softcap is None, exact and r.dropout_p == 0
+    return _Queries(
+        _with(q, -lse if with_lse else 0.0, _q_scale(r)),
+        _with(do, -delta if with_delta else 0.0),
+        None if with_lse else lse,
+        None if with_delta else delta,
+    )
 
 
-def _row_stats(w: Block, strip: Strip, saved: Saved, unit: float) -> tuple[Tensor, Tensor, Tensor | None]:
+def _row_stats(w: Block, strip: Strip, saved: Saved, do: Tensor, unit: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """lse * unit, delta = rowsum(dO * O) - dlse, and the weight of the rows in dO and delta, each (t, n, group * m).
 
     P = exp(S - lse) * exp(-lse_low). The second factor belongs to a row, so it goes into that row of dO and delta; and
     with it what rounds off lse * unit.
     """
-    delta = (w.queries(saved.dout, strip) * w.queries(saved.out, strip)).sum(-1)
+    delta = (do * w.queries(saved.out, strip)).sum(-1)
     if saved.dlse is not None:
         delta = delta - w.stats(saved.dlse, strip)
     weight = None if saved.lse_low is None else torch.exp(-w.stats(saved.lse_low, strip))
@@ -522,10 +557,8 @@ def _backward_tile(
     ``clean``: nothing in x and y is NaN or infinite, and so what is masked is 0 by itself.
     """
     r = w.r
-    if r.softcap is None:
-        s, keep, tanh = _scores(w, tile, x.q1, y.k1, near, scratch)
-    else:
-        s, keep, tanh = _scores(w, tile, x.q1[:, :-1], y.k, near, scratch)
+    s, keep, tanh = _scores(w, tile, *((x.q1, y.k1) if x.lse is None else (x.q, y.k)), near, scratch)
+    if x.lse is not None:
         s.sub_(x.lse[:, None])
     p = _exp_(w, tile, s, keep, near, scratch)
     kept = None if keep is None or clean else w.like_scores(keep, tile, p)
@@ -558,11 +591,12 @@ def _dscores(
 ) -> Tensor:
     """dS = P * (dP - delta), before the softcap, (n, k, group * m)."""
     room = scratch.tile(1, *p.shape[1:])
-    if dropped is None:
-        return _product(v1, x.do1, room).mul_(p)
-    ds = _product(v1[..., :-1], x.do1[:, :-1], room)
-    w.by_head(ds, tile).masked_fill_(dropped, 0).mul_(_survivor_weight(w.r))
-    return ds.sub_(x.delta[:, None]).mul_(p)
+    ds = _product(v1, x.do1.mT, room)
+    if dropped is not None:
+        w.by_head(ds, tile).masked_fill_(dropped, 0).mul_(_survivor_weight(w.r))
+    if x.delta is not None:
+        ds.sub_(x.delta[:, None])
+    return ds.mul_(p)
 
 
 class _Gradients:
@@ -609,7 +643,7 @@ class _Gradients:
         assert self.sinks is not None
         nb, nh = w.batch.stop - w.batch.start, w.heads.stop - w.heads.start
         for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m):
-            lse, delta, weight = _row_stats(w, strip, saved, 1.0)
+            lse, delta, weight = _row_stats(w, strip, saved, w.queries(saved.dout, strip), 1.0)
             ds = -torch.exp(w.per_head(w.r.sinks, w.rows(strip)) - lse) * delta  # (t, n, group * m)
             ds = ds if weight is None else ds * weight
             self.sinks[w.heads].add_(ds.view(len(strip.tiles), nb, nh, -1).sum((0, 1, 3)))
@@ -671,22 +705,21 @@ class _Scratch:
         return self.factors[key]
 
 
-def _columns(x: Tensor, scale: float, last: Tensor | None = None) -> Tensor:
-    """x * scale of (t, n, m, d) as a contiguous (t, n, d, m), with ``last`` (t, n, m) as a further row."""
-    d = x.shape[3]
-    columns = x.new_empty(*x.shape[:2], d + (last is not None), x.shape[2])
-    columns[:, :, :d] = x.mT  # and then in memory order: a product of both at once takes twice as long
-    if scale != 1.0:
-        columns[:, :, :d].mul_(scale)
+def _columns(x: Tensor, last: float | None = None) -> Tensor:
+    """(t, n, m, d) as a contiguous (t, n, d, m), with a further row of ``last``."""
+    columns = x.new_empty(*x.shape[:2], x.shape[3] + (last is not None), x.shape[2])
+    columns[:, :, : x.shape[3]] = x.mT
     if last is not None:
-        columns[:, :, d] = last
+        columns[:, :, -1] = last
     return columns
 
 
-def _with(x: Tensor, last: float) -> Tensor:
-    """(..., d) with a last column of that number, (..., d + 1)."""
+def _with(x: Tensor, last: Tensor | float, scale: float = 1.0) -> Tensor:
+    """(..., d) times scale, and a last column, (..., d + 1)."""
     wider = x.new_empty(*x.shape[:-1], x.shape[-1] + 1)
     wider[..., :-1] = x
+    if scale != 1.0:
+        wider[..., :-1].mul_(scale)
     wider[..., -1] = last
     return wider
 
