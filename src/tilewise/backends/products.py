@@ -48,6 +48,11 @@ def _setting() -> Any:
     return torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
+def in_one_chain(device: torch.device) -> bool:
+    """Whether ``quick`` products add up their sums one product after the other, as oneDNN does."""
+    return device.type == "cpu" and _onednn_is_better()
+
+
 @contextmanager
 def _onednn() -> Iterator[None]:
     """The setting, while anybody is within the block; then what it was before."""

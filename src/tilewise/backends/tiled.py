@@ -48,6 +48,9 @@ _SCORES = 2**19  # 2 MiB in fp32
 _MOST_THREADS = 16  # that a tile grows with
 _AT_ONCE = 2**16  # scores of all heads: with fewer, what tiles need beside the arithmetic takes longer than it
 _STRIP = 4096  # queries or keys that are prepared at once
+# Products of an fp32 tile that are added up in one chain: the error of a sum grows with its length. With so many it is
+# that of PyTorch's attention or less (the table of benchmarks/cpu.py); with 512 a quarter more.
+_CHAIN = 128
 _NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp(-46) are far from the ends of fp32
 _LOG2E = math.log2(math.e)
 
@@ -102,6 +105,8 @@ class TiledBackend(Backend):
         m, n = (512 if backward and (one_sided or r.mask is None) else 256), 512
         if backward and one_sided:
             m, n = (max(256, min(x, most)) for x, most in ((seq.len_q // 4, m), (seq.len_k // 4, 1024)))
+        if backward and _chained(r):  # dK and dV are sums over the queries of a tile
+            m = _CHAIN
         m = max(16, m // r.group)  # the rows of a group are stacked
         room = _room() // (max(1, min(m, seq.len_q)) * r.group)  # keys of a tile, over all heads at work
         if r.mask is None or room >= 1024 * r.batch * r.kv_heads:
@@ -133,6 +138,11 @@ def _unit(r: Request) -> float:
     A bias of finfo.min must stay finite, and ALiBi's and the largest scores as exact as they are.
     """
     return 1.0 if r.bias is not None or r.alibi is not None or r.want_max_logits else _LOG2E
+
+
+def _chained(r: Request) -> bool:
+    """Whether sums over a tile show in the results. MKL adds up several shorter ones by itself."""
+    return r.dtype == torch.float32 and products.in_one_chain(r.device)
 
 
 def _room() -> int:
@@ -289,7 +299,7 @@ def _forward(w: Block, strip: Strip, near: bool, to: Output) -> None:
         visits = [(c, list(w.tiles.col(w.verdicts, c, strip.tiles))) for c in keys.tiles]
         if not any(tiles for _, tiles in visits):
             continue
-        k, v1 = w.keys(r.k, keys), _columns(w.keys(r.v, keys), 1.0 if r.dropout_p == 0 else 0.0).mT
+        k, v1 = w.keys(r.k, keys), _summed_over(r, w.keys(r.v, keys), 1.0 if r.dropout_p == 0 else 0.0)
         clean = _finite(v1)
         for (c, tiles), k_c, v_c in zip(visits, k.unbind(), v1.unbind(), strict=True):
             cols = grid.cols_of(c)
@@ -374,7 +384,7 @@ def _fold_(
 ) -> None:  # fmt: skip
     """``state.fold`` in place: ``s`` becomes the tile's exp(s - m), and the sums take it in.
 
-    v1 (n, k, Dv + 1), in columns, has ones in the last: the product then also sums up l, for the price of a column.
+    v1 (n, k, Dv + 1) has ones in the last column: the product then also sums up l, for the price of a column.
     ``clean``: there is nothing in v1 that must not be multiplied by 0.
     """
     if not near:
@@ -385,7 +395,7 @@ def _fold_(
         seen.acc[:, -1].add_(p.sum(1))
         w.by_head(p, tile).masked_fill_(w.split(_dropped(w, tile)), 0)
     if keep is None or clean:
-        _add_product(seen.acc, v1.mT, p)
+        _add_sum_over_keys(seen.acc, v1, p, scratch)
     else:
         _add_kept_product(seen.acc.mT, p.mT, v1, w.like_scores(keep, tile, p).mT)
 
@@ -465,7 +475,7 @@ class _Queries(NamedTuple):
 class _Keys(NamedTuple):
     """A strip of keys and their gradients, or one tile of it without t."""
 
-    k: Tensor  # (t, n, k, D), in columns: so dQ is a tenth faster
+    k: Tensor  # (t, n, k, D), as ``_add_sum_over_keys`` reads it
     k1: Tensor  # (t, n, k, D + 1), with ones
     v1: Tensor  # (t, n, k, Dv + 1), with ones
     dk: Tensor | None
@@ -510,7 +520,7 @@ def _no_dq(w: Block, strip: Strip) -> Tensor:
 def _no_dkdv(w: Block, strip: Strip, grads: _Gradients) -> _Keys:
     k, v = w.keys(w.r.k, strip), w.keys(w.r.v, strip)
     dk, dv = (None if g is None else x.new_zeros(x.shape) for g, x in ((grads.k, k), (grads.v, v)))
-    return _Keys(_columns(k).mT, _with(k, 1.0), _with(v, 1.0), dk, dv)
+    return _Keys(_summed_over(w.r, k), _with(k, 1.0), _with(v, 1.0), dk, dv)
 
 
 def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
@@ -576,7 +586,7 @@ def _backward_tile(
     if dropped is not None:
         w.by_head(p, tile).masked_fill_(dropped, 0).mul_(_survivor_weight(r))
     if dq is not None and kept is None:
-        _add_product(dq, y.k.mT, ds)
+        _add_sum_over_keys(dq, y.k, ds, scratch)
     elif dq is not None and kept is not None:
         _add_kept_product(dq.mT, ds.mT, y.k, kept.mT)
     for acc, a, b in ((y.dk, ds, x.q), (y.dv, p, x.do)):
@@ -670,6 +680,7 @@ class _Scratch:
         self.w = w
         self.buffers: dict[int, Tensor] = {}
         self.views: dict[tuple[int, int, int], Tensor] = {}
+        self.sums: dict[tuple[int, int, int], Tensor] = {}
         self.keeps: dict[tuple[int, int, int], Tensor] = {}
         self.factors: dict[tuple[int, int, int], Tensor] = {}
 
@@ -685,6 +696,12 @@ class _Scratch:
             x = buffer.view(self.w.pairs, cols, rows).mT if by_query else buffer.view(self.w.pairs, rows, cols)
             self.views[which, rows, cols] = x
         return self.views[which, rows, cols]
+
+    def parts(self, n: int, rows: int, cols: int) -> Tensor:
+        """An uninitialised (n, rows, cols) tensor for sums over parts of a tile."""
+        if (n, rows, cols) not in self.sums:
+            self.sums[n, rows, cols] = self.w.r.q.new_empty(n, rows, cols, dtype=self.w.r.state_dtype)
+        return self.sums[n, rows, cols]
 
     def keep(self, tile: Tile) -> Tensor | None:
         """What the mask keeps of a tile, broadcastable to (nb, nh, m, k). That of a band depends on j - i alone."""
@@ -705,13 +722,15 @@ class _Scratch:
         return self.factors[key]
 
 
-def _columns(x: Tensor, last: float | None = None) -> Tensor:
-    """(t, n, m, d) as a contiguous (t, n, d, m), with a further row of ``last``."""
+def _summed_over(r: Request, x: Tensor, last: float | None = None) -> Tensor:
+    """A strip of keys or values (t, n, k, d), and a last column, in the memory order that sums over k read quickest."""
+    if _chained(r):
+        return x if last is None else _with(x, last)
     columns = x.new_empty(*x.shape[:2], x.shape[3] + (last is not None), x.shape[2])
     columns[:, :, : x.shape[3]] = x.mT
     if last is not None:
         columns[:, :, -1] = last
-    return columns
+    return columns.mT
 
 
 def _with(x: Tensor, last: Tensor | float, scale: float = 1.0) -> Tensor:
@@ -759,6 +778,17 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
     """acc += a @ b for a (n, i, j), b (n, j, d)."""
     acc.baddbmm_(a, b)
+
+
+def _add_sum_over_keys(acc: Tensor, x: Tensor, p: Tensor, scratch: _Scratch) -> None:
+    """acc (n, d, m) += x^T p for x (n, k, d) and p (n, k, m), in chains of ``_CHAIN`` keys."""
+    (n, d, m), k = acc.shape, p.shape[1]
+    if k % _CHAIN or k == _CHAIN or not p.is_contiguous() or not _chained(scratch.w.r):
+        _add_product(acc, x.mT, p)
+        return
+    parts = scratch.parts(n * k // _CHAIN, d, m)
+    torch.bmm(x.reshape(-1, _CHAIN, d).mT, p.view(-1, _CHAIN, m), out=parts)
+    acc.add_(parts.view(n, -1, d, m).sum(1))
 
 
 def _add_kept_product(acc: Tensor, a: Tensor, b: Tensor, keep: Tensor) -> None:
