@@ -14,6 +14,8 @@ kernels call ``tl.philox`` with the same counters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,18 +28,36 @@ ROUNDS = 10
 
 
 def philox(
-    seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, rounds: int = ROUNDS
+    seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, rounds: int = ROUNDS, room: list[Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four 32-bit words (held in int64) for each counter; the counters broadcast. seed: int64 scalar tensor."""
+    """Four 32-bit words (held in int64) for each counter; the counters broadcast. seed: int64 scalar tensor.
+
+    room: six int64 tensors of the result's shape to work in, where fresh memory for every operation takes too long.
+    The words are among them, then.
+    """
+    spare = [] if room is None else list(room)
+
+    def take(shape: torch.Size) -> Tensor | None:
+        return spare.pop() if spare and spare[0].shape == shape else None
+
+    def give(*done: Tensor) -> None:
+        spare.extend(x for x in done if room is not None and x.shape == room[0].shape)
+
+    def mixed(product: Tensor, other: Tensor, key: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(product.shape, other.shape)
+        x = torch.bitwise_right_shift(product.expand(shape), 32, out=take(shape))
+        return x.bitwise_xor_(other).bitwise_xor_(key).bitwise_and_(_MASK)
+
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(rounds):
         # 32 x 32 -> 64 bits: the product wraps as an int64, which leaves its bits right.
-        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((high >> 32) & _MASK) ^ c1 ^ k0
-        c2 = ((low >> 32) & _MASK) ^ c3 ^ k1
-        c1, c3 = high & _MASK, low & _MASK
+        low, high = (torch.mul(c, m, out=take(c.shape)) for c, m in zip((c0, c2), _MULTIPLIERS, strict=True))
+        give(c0, c2)
+        c0, c2, used = mixed(high, c1, k0), mixed(low, c3, k1), (c1, c3)
+        c1, c3 = high, low  # their upper halves are cut off where they have been used
+        give(*used)
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+    return c0, c1 & _MASK, c2, c3 & _MASK
 
 
 def threshold(p: float) -> int:
@@ -45,15 +65,19 @@ def threshold(p: float) -> int:
     return round(p * 2**32)
 
 
-def dropout_keep(rng: Tensor, p: float, patch: Patch, heads: int) -> Tensor:
-    """Bool (nb, nh, m, n): which pairs of the patch survive dropout.
+def dropout_keep(
+    rng: Tensor, p: float, patch: Patch, heads: int, room: Callable[[torch.Size], list[Tensor]] | None = None
+) -> Tensor:
+    """Bool (nb, nh, m, n): which pairs of the patch survive dropout. In memory the queries of a key lie side by side.
 
-    rng: int64 (2,), seed and offset. heads: the number of query heads H of the whole call.
+    rng: int64 (2,), seed and offset. heads: the number of query heads H of the whole call. room: gives ``philox`` its.
     """
     first, last = patch.cols.start // 4, (patch.cols.stop - 1) // 4
-    groups = torch.arange(first, last + 1, device=patch.device).view(1, 1, 1, -1)
+    groups = torch.arange(first, last + 1, device=patch.device).view(1, 1, -1, 1)
     seed, offset = rng.to(patch.device).unbind()
-    words = philox(seed, groups, patch.i, patch.b * heads + patch.h, offset & _MASK)
-    bits = torch.stack(torch.broadcast_tensors(*words), -1).flatten(-2)  # (nb, nh, m, 4 * groups)
+    counters = groups, patch.i.mT, patch.b * heads + patch.h, offset & _MASK
+    shape = torch.broadcast_shapes(*(c.shape for c in counters))
+    words = philox(seed, *counters, room=None if room is None else room(shape))
+    by_word = [x >= threshold(p) for x in torch.broadcast_tensors(*words)]  # each (nb, nh, groups, m)
     start = patch.cols.start - 4 * first
-    return bits[..., start : start + patch.cols.stop - patch.cols.start] >= threshold(p)
+    return torch.stack(by_word, 3).flatten(2, 3)[:, :, start : start + patch.cols.stop - patch.cols.start].mT

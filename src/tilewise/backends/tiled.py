@@ -109,8 +109,8 @@ class TiledBackend(Backend):
             m = _CHAIN
         m = max(16, m // r.group)  # the rows of a group are stacked
         room = _room() // (max(1, min(m, seq.len_q)) * r.group)  # keys of a tile, over all heads at work
-        if r.mask is None or room >= 1024 * r.batch * r.kv_heads:
-            n = max(n, 1024)
+        if r.mask is None or (one_sided and room >= 1024 * r.batch * r.kv_heads):
+            n = 1024
         if seq.len_q < m:  # few queries (decoding): longer tiles of keys for the same work
             n = max(n, room // 4)
         return max(1, min(m, seq.len_q)), max(1, min(n, seq.len_k))
@@ -393,7 +393,7 @@ def _fold_(
     p = _exp_(w, tile, s, keep, near, scratch)
     if w.r.dropout_p > 0:  # l is that of all keys: here v1 ends in zeros
         seen.acc[:, -1].add_(p.sum(1))
-        w.by_head(p, tile).masked_fill_(w.split(_dropped(w, tile)), 0)
+        w.by_head(p, tile).masked_fill_(w.split(_dropped(w, tile, scratch)), 0)
     if keep is None or clean:
         _add_sum_over_keys(seen.acc, v1, p, scratch)
     else:
@@ -438,9 +438,9 @@ def _in_natural_units(r: Request, x: State) -> State:
     return State(m, x.l * rest, x.acc * rest[..., None])
 
 
-def _dropped(w: Block, tile: Tile) -> Tensor:
+def _dropped(w: Block, tile: Tile, scratch: _Scratch) -> Tensor:
     assert w.r.rng is not None
-    return ~dropout_keep(w.r.rng, w.r.dropout_p, w.patch(tile), w.r.heads)
+    return dropout_keep(w.r.rng, w.r.dropout_p, w.patch(tile), w.r.heads, scratch.integers).logical_not_()
 
 
 def _survivor_weight(r: Request) -> float:
@@ -576,7 +576,7 @@ def _backward_tile(
         p.masked_fill_(~kept, 0)
         if tanh is not None:
             tanh.masked_fill_(~kept, 0)
-    dropped = w.split(_dropped(w, tile)) if r.dropout_p > 0 else None
+    dropped = w.split(_dropped(w, tile, scratch)) if r.dropout_p > 0 else None
     ds = _dscores(w, tile, p, x, y.v1, dropped, scratch)
     if kept is not None:
         ds.masked_fill_(~kept, 0)
@@ -681,6 +681,7 @@ class _Scratch:
         self.buffers: dict[int, Tensor] = {}
         self.views: dict[tuple[int, int, int], Tensor] = {}
         self.sums: dict[tuple[int, int, int], Tensor] = {}
+        self.words: dict[torch.Size, list[Tensor]] = {}
         self.keeps: dict[tuple[int, int, int], Tensor] = {}
         self.factors: dict[tuple[int, int, int], Tensor] = {}
 
@@ -702,6 +703,12 @@ class _Scratch:
         if (n, rows, cols) not in self.sums:
             self.sums[n, rows, cols] = self.w.r.q.new_empty(n, rows, cols, dtype=self.w.r.state_dtype)
         return self.sums[n, rows, cols]
+
+    def integers(self, shape: torch.Size) -> list[Tensor]:
+        """Six int64 tensors."""
+        if shape not in self.words:
+            self.words = {shape: [torch.empty(shape, dtype=torch.int64, device=self.w.r.device) for _ in range(6)]}
+        return self.words[shape]
 
     def keep(self, tile: Tile) -> Tensor | None:
         """What the mask keeps of a tile, broadcastable to (nb, nh, m, k). That of a band depends on j - i alone."""
