@@ -121,6 +121,10 @@ class Mask:
         """A range [lo, hi) outside of which these rows keep no key: narrows the tiles at a band's edge."""
         return 0, len_k
 
+    def relative(self) -> bool:
+        """Whether j - i alone decides what is kept, in every batch entry and head."""
+        return False
+
     def check(self, batch: int, heads: int, len_q: int, len_k: int) -> None:
         """Raise ValueError if the mask's tensors do not fit a call of these sizes."""
 
@@ -190,6 +194,9 @@ class Band(Mask):
         lo = 0 if self.left is None else rows.start + off - self.left
         hi = len_k if self.right is None else rows.stop + off + self.right
         return max(lo, 0), min(hi, len_k)
+
+    def relative(self) -> bool:
+        return True
 
     def code(self) -> list[int]:
         kind = 2 if self.align == BOTTOM_RIGHT else 0 if self.align in (None, TOP_LEFT) else 1
@@ -501,6 +508,9 @@ def predicate(fn: Callable[..., Tensor], *captured: Tensor) -> Mask:
 class _Group(Mask):
     terms: tuple[Mask, ...]
 
+    def relative(self) -> bool:
+        return all(t.relative() for t in self.terms)
+
     def check(self, batch: int, heads: int, len_q: int, len_k: int) -> None:
         for t in self.terms:
             t.check(batch, heads, len_q, len_k)
@@ -562,6 +572,9 @@ class Not(Mask):
 
     def keep(self, patch: Patch) -> Tensor:
         return ~self.term.keep(patch)
+
+    def relative(self) -> bool:
+        return self.term.relative()
 
     def verdict(self, grid: Grid) -> Tensor:
         return FULL - self.term.verdict(grid)

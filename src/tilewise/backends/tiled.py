@@ -299,7 +299,7 @@ def _forward(w: Block, strip: Strip, near: bool, to: Output) -> None:
         visits = [(c, list(w.tiles.col(w.verdicts, c, strip.tiles))) for c in keys.tiles]
         if not any(tiles for _, tiles in visits):
             continue
-        k, v1 = w.keys(r.k, keys), _summed_over(r, w.keys(r.v, keys), 1.0 if r.dropout_p == 0 else 0.0)
+        k, v1 = w.keys(r.k, keys).contiguous(), _summed_over(r, w.keys(r.v, keys), 1.0 if r.dropout_p == 0 else 0.0)
         clean = _finite(v1)
         for (c, tiles), k_c, v_c in zip(visits, k.unbind(), v1.unbind(), strict=True):
             cols = grid.cols_of(c)
@@ -311,7 +311,8 @@ def _forward(w: Block, strip: Strip, near: bool, to: Output) -> None:
 
 
 def _nothing_seen(w: Block, strip: Strip) -> _Rows:
-    q = w.queries(w.r.q, strip) * _q_scale(w.r)
+    q = w.queries(w.r.q, strip)
+    q = torch.mul(q, _q_scale(w.r), out=q.new_empty(q.shape))  # in memory as listed, which not every layout becomes
     m = q.new_zeros(q.shape[:3])
     return _Rows(q, torch.full_like(m, NEG_INF), m, m.new_zeros(*q.shape[:2], w.r.dim_v + 1, q.shape[2]))
 
@@ -711,19 +712,18 @@ class _Scratch:
         return self.words[shape]
 
     def keep(self, tile: Tile) -> Tensor | None:
-        """What the mask keeps of a tile, broadcastable to (nb, nh, m, k). That of a band depends on j - i alone."""
-        mask = self.w.r.mask
-        if not isinstance(mask, Band):
+        """What the mask keeps of a tile, broadcastable to (nb, nh, m, k). That of bands is alike along diagonals."""
+        mask, key = self.w.r.mask, _relative(tile)
+        if mask is None or not mask.relative():
             return None if mask is None else mask.keep(self.w.patch(tile))
-        key = _relative(tile)
         if key not in self.keeps:
             self.keeps[key] = mask.keep(self.w.patch(tile))
         return self.keeps[key]
 
     def factor(self, tile: Tile, keep: Tensor) -> Tensor:
         """``keep`` as 1 and 0 in the memory order of the scores, broadcastable to (nb, nkv, k, group, m)."""
-        key = _relative(tile)
-        if key not in self.factors or not isinstance(self.w.r.mask, Band):
+        key, mask = _relative(tile), self.w.r.mask
+        if key not in self.factors or mask is None or not mask.relative():
             kept = self.w.split(keep).permute(0, 1, 4, 2, 3)
             self.factors[key] = kept.to(self.w.r.state_dtype, memory_format=torch.contiguous_format)
         return self.factors[key]
@@ -793,9 +793,9 @@ def _add_sum_over_keys(acc: Tensor, x: Tensor, p: Tensor, scratch: _Scratch) -> 
     if k % _CHAIN or k == _CHAIN or not p.is_contiguous() or not _chained(scratch.w.r):
         _add_product(acc, x.mT, p)
         return
-    parts = scratch.parts(n * k // _CHAIN, d, m)
+    parts, total = scratch.parts(n * k // _CHAIN, d, m), scratch.parts(n, d, m)
     torch.bmm(x.reshape(-1, _CHAIN, d).mT, p.view(-1, _CHAIN, m), out=parts)
-    acc.add_(parts.view(n, -1, d, m).sum(1))
+    acc.add_(torch.sum(parts.view(n, -1, d, m), 1, out=total))
 
 
 def _add_kept_product(acc: Tensor, a: Tensor, b: Tensor, keep: Tensor) -> None:
