@@ -29,6 +29,7 @@ from .primitives import (
     head_slope,
     hidden_zero,
     kept,
+    listed,
     load_bias,
     load_row,
     load_tile,
@@ -61,7 +62,8 @@ def load_stat(x, at, i0, len_q, N: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr):
-    """lse in the unit of the scores (0 for a row without keys), lse_low and delta of rows i0 .. i0 + BLOCK_M."""
+    """lse in the unit of the scores (0 for a row without keys), lse_low in units of log2 and delta of rows i0 .. i0 +
+    BLOCK_M."""
     x = load_stat(lse, at, i0, len_q, BLOCK_M, TAIL)
     x = tl.where(x == -INF, 0.0, x)
     if UNIT != NATURAL:
@@ -69,7 +71,7 @@ def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.co
     d = load_stat(delta, at, i0, len_q, BLOCK_M, TAIL)
     rest = d
     if low is not None:
-        rest = load_stat(low, at, i0, len_q, BLOCK_M, TAIL)
+        rest = load_stat(low, at, i0, len_q, BLOCK_M, TAIL) * LOG2E
     return x, rest, d
 
 
@@ -85,19 +87,18 @@ def grad_scores(
     """
     s, t = scores(s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, slope, SOFTCAP, UNIT, MASKED)
     if has_low:  # noqa: SIM108 - P = exp(S - lse) * exp(-lse_low)
-        p = tl.exp2(((s - lse) - low) * LOG2E)
+        p = tl.exp2((s - lse) * LOG2E - low)
     else:
         p = exp_scores(s, lse, qk_scale, UNIT)
     if MASKED and bias is not None:
         keep = s != -INF if keep is None else keep & (s != -INF)
-    if keep is not None:
-        p = tl.where(keep, p, 0.0)
     survived = p
     if alive is not None:
         survived = tl.where(alive, p, 0.0)
         dp = tl.where(alive, dp * survivor_weight, 0.0)
     ds = p * (dp - delta)
     if keep is not None:
+        survived = tl.where(keep, survived, 0.0)
         ds = tl.where(keep, ds, 0.0)
     ds_bias = ds
     if SOFTCAP:
@@ -154,9 +155,9 @@ def delta_kernel(
 def add_rows(
     dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0, t0, t1, lists, where, n_full, full,
     first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, survivor_weight, m,
-    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
 ):  # fmt: skip
     """What the queries of tiles t0 .. t1 add to dK and dV; odd becomes 1 if some that are kept are not finite.
@@ -165,8 +166,11 @@ def add_rows(
     """
     j = j0 + tl.arange(0, BLOCK_N)[:, None]
     # A bias beyond whose edges nothing is read has addresses and masks of each element: too many to load ahead.
-    for t in tl.range(t0, t1, num_stages=1 if CAREFUL or (MASKED and bias is not None) else None):
-        i0 = visited(t, lists, where, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_M
+    n: tl.constexpr = TILE // BLOCK_M
+    ahead = listed(t0, t1, lists, where)
+    for t in tl.range(t0 * n, t1 * n, num_stages=1 if CAREFUL or (MASKED and bias is not None) else None):
+        i0 = visited(t // n, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * TILE + t % n * BLOCK_M
+        ahead = listed((t + 1) // n, t1, lists, where)
         i = i0 + tl.arange(0, BLOCK_M)[None, :]
         q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
         s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
@@ -304,13 +308,15 @@ def dkdv_tile(
                 acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
                 0, n_full, lists, where, n_full, full, first, len_q, len_k,
                 qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK, NEED_DV,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK,
+                NEED_DV,
             )  # fmt: skip
         acc_k, acc_v, odd = add_rows(
             acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
             0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k,
             qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
-            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL, NEED_DK, NEED_DV,
+            BLOCK_M if bias is None else 16, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+            CAREFUL, NEED_DK, NEED_DV,
         )  # fmt: skip
     found = 0
     if not CAREFUL and (KEEP is not None or bias is not None):
@@ -345,10 +351,10 @@ def dkdv_kernel(
     group, pairs, section, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
     survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
-    SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (key tile, key/value head, batch entry)."""
-    tile, kv_head, b = unflatten(tl.program_id(0), tiles, heads // group, pairs, section, False)
+    tile, kv_head, b = unflatten(tl.program_id(0), tiles, heads // group, pairs, section, False, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
     if tile * BLOCK_N >= len_k:
@@ -386,8 +392,10 @@ def add_cols(
 ):  # fmt: skip
     """What the keys of tiles t0 .. t1 add to dQ and to the gradient of the slope; and their tiles of dbias."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    ahead = listed(t0, t1, lists, where)
     for t in tl.range(t0, t1, num_stages=1 if CAREFUL else None):
-        j0 = visited(t, lists, where, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_N
+        j0 = visited(t, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_N
+        ahead = listed(t + 1, t1, lists, where)
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
         v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
@@ -525,11 +533,11 @@ def dq_kernel(
     section, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi, rng,
     threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (query tile, query head, batch entry)."""
-    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE)
+    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
     if tile * BLOCK_M >= len_q:
@@ -556,6 +564,33 @@ def dq_kernel(
 # --- the gradient of a broadcast bias --------------------------------------------------------------
 
 
+@triton.jit
+def bias_grad(
+    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h, kv_head, heads, i, j,
+    i0, j0, keep, qk_scale, cap, bias, rng, threshold, survivor_weight,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a tile of the pairs of (b, h) adds to dbias: dS before the softcap, (M, N)."""
+    q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
+    k_tile = load_tile(head_base(k, ks, b, kv_head, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
+    s = dot(q_tile, tl.trans(k_tile), None, UPCAST, PRECISION)
+    do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
+    v_tile = load_tile(head_base(v, vs, b, kv_head, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
+    dp = dot(do_tile, tl.trans(v_tile), None, UPCAST, PRECISION)
+    at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
+    alive = None
+    if rng is not None:
+        alive = survives(rng, threshold, b * heads + h, i0, j0, BLOCK_M, BLOCK_N)
+    _, ds, _, _ = grad_scores(
+        s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
+        qk_scale, cap, bias, None, survivor_weight, low is not None, UNIT, SOFTCAP, True,
+    )  # fmt: skip
+    return ds
+
+
 @triton.jit(do_not_specialize=["len_q", "len_k", "max_q", "max_k", "rows", "cols", "batch", "n_b", "n_h"])
 def dbias_kernel(
     q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, cu_q, cu_k, max_q, max_k, rows, cols, heads, group, batch,
@@ -575,31 +610,19 @@ def dbias_kernel(
     base = bias + offset64(b0, bias_strides[0]) + offset64(h0, bias_strides[1])  # strides are 0 where it is shared
     add = load_bias(base, i, j, i0, j0, max_q, max_k, bias_strides, True, WIDE)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for n in range(0, (batch // n_b) * (heads // n_h)):
+    for n in tl.range(0, (batch // n_b) * (heads // n_h)):
         b = tl.where(n_b == 1, n // (heads // n_h), b0)
         h = tl.where(n_h == 1, n % (heads // n_h), h0)
-        bh = b * heads + h
         first_q, len_q = sequence(b, cu_q, max_q)
         first_k, len_k = sequence(b, cu_k, max_k)
         keep = kept(b, h, i, j, (i < len_q) & (j < len_k), len_q, len_k, m, KEEP)
-        if tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
-            q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
-            k_tile = load_tile(head_base(k, ks, b, h // group, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
-            s = dot(q_tile, tl.trans(k_tile), None, UPCAST, PRECISION)
-            do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
-            v_base = head_base(v, vs, b, h // group, first_k)
-            v_tile = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
-            dp = dot(do_tile, tl.trans(v_tile), None, UPCAST, PRECISION)
-            at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
-            alive = None
-            if rng is not None:
-                alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
-            _, ds, _, _ = grad_scores(
-                s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
-                qk_scale, cap, add, None, survivor_weight, low is not None, UNIT, SOFTCAP, True,
+        # Under a condition nothing is loaded ahead.
+        if KEEP is None or tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
+            acc += bias_grad(
+                q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h, h // group,
+                heads, i, j, i0, j0, keep, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
             )  # fmt: skip
-            acc += ds
     if SUM_ROWS and SUM_COLS:
         tl.store(dbias + pid, tl.sum(tl.sum(acc, 1), 0))
     elif SUM_ROWS:

@@ -31,6 +31,7 @@ from .primitives import (
     head_slope,
     hidden_zero,
     kept,
+    listed,
     load_bias,
     load_row,
     load_tile,
@@ -58,8 +59,10 @@ def fold(
 ):  # fmt: skip
     """``state.fold`` of the keys of tiles t0 .. t1: (m, l, acc); odd is 1 once a value that is kept is not finite."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    ahead = listed(t0, t1, lists, where)
     for t in tl.range(t0, t1, num_stages=1 if CAREFUL else None):
-        j0 = visited(t, lists, where, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_N
+        j0 = visited(t, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_N
+        ahead = listed(t + 1, t1, lists, where)
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
         s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
@@ -211,10 +214,10 @@ def forward_kernel(
     qk_scale, cap, bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight, lists,
     list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
-    REVERSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (query tile, query head, batch entry)."""
-    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE)
+    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
     if tile * BLOCK_M >= len_q:
@@ -262,7 +265,8 @@ def forward(r: Request) -> Output:
             min(p.section(), pairs), p.qk_scale, p.cap, *p.bias_args(), *p.alibi_args(), r.sinks, *p.dropout_args(),
             lists, list_strides, p.mask_args, KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim, DV=r.dim_v,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
-            SOFTCAP=r.softcap is not None, REVERSE=p.mask.longest_first, WIDE=p.wide(r.q, r.k, r.v, o.out),
+            SOFTCAP=r.softcap is not None, REVERSE=p.mask.longest_first, BY_HEAD=p.by_head,
+            WIDE=p.wide(r.q, r.k, r.v, o.out),
             UPCAST=p.upcast, PRECISION=p.precision, num_warps=cfg.num_warps, num_stages=cfg.num_stages,
         )  # fmt: skip
     return o

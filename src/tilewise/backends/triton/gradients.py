@@ -108,9 +108,9 @@ class _Backward:
         dkdv_kernel[(tiles * pairs,)](
             *self._inputs(), dk, dv, *self._input_strides(), none if dk is None else p.strides(dk),
             none if dv is None else p.strides(dv), self.stats, p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads,
-            r.group, pairs, min(max(1, p.section() // r.group), pairs), r.scale, p.qk_scale, p.cap, *p.bias_args(),
+            r.group, pairs, min(p.section(r.group), pairs), r.scale, p.qk_scale, p.cap, *p.bias_args(),
             *p.alibi_args(), *p.dropout_args(), lists, list_strides, p.mask_args, REACH=p.mask.reach_q,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, **self._constants(), num_warps=cfg.num_warps,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), num_warps=cfg.num_warps,
             num_stages=cfg.num_stages,
         )  # fmt: skip
 
@@ -127,7 +127,7 @@ class _Backward:
             p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs, min(p.section(), pairs), r.scale, p.qk_scale,
             p.cap, *p.bias_args(), dbias, none if dbias is None else dbias.stride(), *p.alibi_args(), self.dalibi,
             *p.dropout_args(), lists, list_strides, p.mask_args, REACH=p.mask.reach_k, REVERSE=p.mask.longest_first,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, **self._constants(), num_warps=cfg.num_warps,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), num_warps=cfg.num_warps,
             num_stages=cfg.num_stages,
         )  # fmt: skip
 

@@ -88,8 +88,9 @@ def store_tile(
 
 
 @triton.jit
-def unflatten(pid, tiles, heads, pairs, section, REVERSE: tl.constexpr):
-    """(tile, h, b) of a program. A section of (b, h) pairs, whose keys fit the L2 cache, has its longest rows first."""
+def unflatten(pid, tiles, heads, pairs, section, REVERSE: tl.constexpr, BY_HEAD: tl.constexpr):
+    """(tile, h, b) of a program. A section of (b, h) pairs, whose keys fit the L2 cache, has its longest rows first.
+    BY_HEAD: the pairs of a head are neighbours, not those of a batch entry."""
     whole = section * tiles
     first = (pid // whole) * section
     rest = pid % whole
@@ -97,7 +98,11 @@ def unflatten(pid, tiles, heads, pairs, section, REVERSE: tl.constexpr):
     tile, pair = rest // n, first + rest % n
     if REVERSE:
         tile = tiles - 1 - tile
-    return tile, pair % heads, pair // heads
+    if BY_HEAD:
+        batch = pairs // heads
+        return tile, pair // batch, pair % batch
+    else:
+        return tile, pair % heads, pair // heads
 
 
 # --- which tiles ----------------------------------------------------------------------------------
@@ -136,10 +141,11 @@ def visits(
 
 
 @triton.jit
-def visited(t, lists, where, n_full, full, first, FULL: tl.constexpr, MASKED: tl.constexpr):
-    """Number of the t-th tile to visit; the full ones come first. FULL, MASKED: which of the two t may be."""
+def visited(t, lists, listed, n_full, full, first, FULL: tl.constexpr, MASKED: tl.constexpr):
+    """Number of the t-th tile to visit; the full ones come first. FULL, MASKED: which of the two t may be. listed: the
+    answer, where there are lists."""
     if lists is not None:
-        return tl.load(lists + where + t)
+        return listed
     else:
         t = tl.cast(t, tl.int32)
         tile = full + t
@@ -152,10 +158,21 @@ def visited(t, lists, where, n_full, full, first, FULL: tl.constexpr, MASKED: tl
 
 
 @triton.jit
+def listed(t, t1, lists, where):
+    """The t-th tile of a list, below t1. Loops load it a tile ahead: a load whose address is loaded in the same turn
+    waits for that one, and there would be one stage less for keys and queries."""
+    if lists is not None:
+        return tl.load(lists + where + t, mask=t < t1, other=0)
+    else:
+        return 0
+
+
+@triton.jit
 def visited16(t, lists, where, n_full, full, first, BLOCK: tl.constexpr):
     """First position of the t-th group of 16 of the tiles to visit."""
     n = BLOCK // 16
-    return visited(t // n, lists, where, n_full, full, first, True, True) * BLOCK + t % n * 16
+    at = listed(t // n, n_full + t // n + 1, lists, where)
+    return visited(t // n, lists, at, n_full, full, first, True, True) * BLOCK + t % n * 16
 
 
 # --- scores ---------------------------------------------------------------------------------------
