@@ -1,6 +1,6 @@
 """The backward kernels: P is recomputed from the scores and lse, as in ``tiled``. No atomics: repeatable bit for bit.
 
-    delta   rowsum(dO * O) - dlse of each row, and the sinks' share of each tile
+    delta   rowsum(dO * O) - dlse of each row, its lse as the others need it, and the sinks' share of each tile
     dkdv    a tile of keys stays; tiles of queries of all query heads of its key head stream past
     dq      a tile of queries stays, tiles of keys stream past; also the gradients of ALiBi and of an unbroadcast bias
     dbias   of a broadcast bias: a program owns a tile of it and sums over what is broadcast
@@ -29,6 +29,7 @@ from .primitives import (
     head_slope,
     hidden_zero,
     kept,
+    like,
     listed,
     load_bias,
     load_row,
@@ -61,13 +62,10 @@ def load_stat(x, at, i0, len_q, N: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr):
-    """lse in the unit of the scores (0 for a row without keys), lse_low in units of log2 and delta of rows i0 .. i0 +
-    BLOCK_M."""
+def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
+    """The statistics of rows i0 .. i0 + BLOCK_M: lse and delta as ``delta_kernel`` stores them, lse_low in units of
+    log2."""
     x = load_stat(lse, at, i0, len_q, BLOCK_M, TAIL)
-    x = tl.where(x == -INF, 0.0, x)
-    if UNIT != NATURAL:
-        x = x * LOG2E
     d = load_stat(delta, at, i0, len_q, BLOCK_M, TAIL)
     rest = d
     if low is not None:
@@ -121,10 +119,13 @@ def scaled(x, scale):
 
 @triton.jit(do_not_specialize=["len_q", "tiles"])
 def delta_kernel(
-    o, do, lse, dlse, delta, os, dos, stats, dlse_strides, cu_q, len_q, tiles, heads, sinks, dsinks,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    o, do, lse, dlse, delta, pivot, os, dos, stats, dlse_strides, cu_q, len_q, tiles, heads, sinks, dsinks,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """delta of a tile of rows; the sink is a key whose value is 0, so its dP is 0: dsinks (b, h, tile)."""
+    """delta and pivot of a tile of rows: lse in the unit of the scores, 0 for a row without keys.
+
+    The sink is a key whose value is 0, so its dP is 0: dsinks (b, h, tile).
+    """
     pid = tl.program_id(0)
     tile, bh = pid % tiles, pid // tiles
     b, h = bh // heads, bh % heads
@@ -140,9 +141,10 @@ def delta_kernel(
         from_lse = offset64(b, dlse_strides[0]) + offset64(h, dlse_strides[1]) + offset64(first_q, dlse_strides[2])
         d -= tl.load(dlse + from_lse + rows.to(tl.int64) * dlse_strides[2], mask=inside, other=0.0)
     tl.store(delta + at, d, mask=inside)
+    row_lse = tl.load(lse + at, mask=inside, other=0.0)
+    row_lse = tl.where(row_lse == -INF, 0.0, row_lse)
+    tl.store(pivot + at, row_lse if UNIT == NATURAL else row_lse * LOG2E, mask=inside)
     if sinks is not None:
-        row_lse = tl.load(lse + at, mask=inside, other=0.0)
-        row_lse = tl.where(row_lse == -INF, 0.0, row_lse)
         sink = tl.load(sinks + h).to(tl.float32)
         ds = -tl.exp2((sink - row_lse) * LOG2E) * d
         tl.store(dsinks + pid, tl.sum(tl.where(inside, ds, 0.0), 0))
@@ -174,7 +176,7 @@ def add_rows(
         i = i0 + tl.arange(0, BLOCK_M)[None, :]
         q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
         s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
-        row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
+        row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, MASKED)
         do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
         dp = s
         if NEED_DK:
@@ -211,7 +213,7 @@ def odd_queries(
 ):  # fmt: skip
     """(D,) and (Dv,): what queries and dO that are not finite among i0 .. i0 + BLOCK_M add to dK and dV of key j."""
     i = i0 + tl.arange(0, BLOCK_M)[None, :]
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, True)
     q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
     do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     s = tl.sum(q.to(tl.float32) * load_row(k_base, j, len_k, ks, D, BLOCK_D), 1)[None, :]  # (1, M)
@@ -354,6 +356,7 @@ def dkdv_kernel(
     SOFTCAP: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (key tile, key/value head, batch entry)."""
+    vs, dos = like(vs, ks), like(dos, qs)
     tile, kv_head, b = unflatten(tl.program_id(0), tiles, heads // group, pairs, section, False, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
@@ -482,7 +485,7 @@ def dq_tile(
     q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
     do_tile = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, True)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     da = tl.zeros([BLOCK_M], tl.float32)
     odd = 0
@@ -537,6 +540,7 @@ def dq_kernel(
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (query tile, query head, batch entry)."""
+    vs, dos = like(vs, ks), like(dos, qs)
     tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
@@ -570,23 +574,23 @@ def bias_grad(
     i0, j0, keep, qk_scale, cap, bias, rng, threshold, survivor_weight,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """What a tile of the pairs of (b, h) adds to dbias: dS before the softcap, (M, N)."""
-    q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
-    k_tile = load_tile(head_base(k, ks, b, kv_head, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
+    q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
+    k_tile = load_tile(head_base(k, ks, b, kv_head, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
     s = dot(q_tile, tl.trans(k_tile), None, UPCAST, PRECISION)
-    do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
-    v_tile = load_tile(head_base(v, vs, b, kv_head, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
+    do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
+    v_tile = load_tile(head_base(v, vs, b, kv_head, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
     dp = dot(do_tile, tl.trans(v_tile), None, UPCAST, PRECISION)
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, MASKED)
     alive = None
     if rng is not None:
         alive = survives(rng, threshold, b * heads + h, i0, j0, BLOCK_M, BLOCK_N)
     _, ds, _, _ = grad_scores(
         s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
-        qk_scale, cap, bias, None, survivor_weight, low is not None, UNIT, SOFTCAP, True,
+        qk_scale, cap, bias, None, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
     )  # fmt: skip
     return ds
 
@@ -601,6 +605,7 @@ def dbias_kernel(
 ):  # fmt: skip
     """A tile of dbias (n_b, n_h, max_q or rows, max_k or cols): summed over the batch and heads that share it, and
     over the tile's rows or columns where those are broadcast; the rest of that sum is PyTorch's."""
+    vs, dos = like(vs, ks), like(dos, qs)
     pid = tl.program_id(0)
     col, row, slot = pid % cols, (pid // cols) % rows, pid // cols // rows
     b0, h0 = slot // n_h, slot % n_h
@@ -610,19 +615,34 @@ def dbias_kernel(
     base = bias + offset64(b0, bias_strides[0]) + offset64(h0, bias_strides[1])  # strides are 0 where it is shared
     add = load_bias(base, i, j, i0, j0, max_q, max_k, bias_strides, True, WIDE)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for n in tl.range(0, (batch // n_b) * (heads // n_h)):
-        b = tl.where(n_b == 1, n // (heads // n_h), b0)
-        h = tl.where(n_h == 1, n % (heads // n_h), h0)
-        first_q, len_q = sequence(b, cu_q, max_q)
-        first_k, len_k = sequence(b, cu_k, max_k)
-        keep = kept(b, h, i, j, (i < len_q) & (j < len_k), len_q, len_k, m, KEEP)
-        # Under a condition nothing is loaded ahead.
-        if KEEP is None or tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
-            acc += bias_grad(
-                q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h, h // group,
-                heads, i, j, i0, j0, keep, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
-            )  # fmt: skip
+    times = (batch // n_b) * (heads // n_h)
+    odd = 1
+    if KEEP is None and cu_q is None:  # noqa: SIM102 - the outer one is decided when compiling
+        if (i0 + BLOCK_M <= max_q) & (j0 + BLOCK_N <= max_k):
+            for n in tl.range(0, times):
+                b = tl.where(n_b == 1, n // (heads // n_h), b0)
+                h = tl.where(n_h == 1, n % (heads // n_h), h0)
+                acc += bias_grad(
+                    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, 0, 0, max_q, max_k, b, h, h // group, heads, i,
+                    j, i0, j0, None, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV, BLOCK_M, BLOCK_N,
+                    BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
+                )  # fmt: skip
+            odd = any_odd(acc, tl.arange(0, BLOCK_M) >= 0)
+    if odd > 0:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for n in tl.range(0, times):
+            b = tl.where(n_b == 1, n // (heads // n_h), b0)
+            h = tl.where(n_h == 1, n % (heads // n_h), h0)
+            first_q, len_q = sequence(b, cu_q, max_q)
+            first_k, len_k = sequence(b, cu_k, max_k)
+            keep = kept(b, h, i, j, (i < len_q) & (j < len_k), len_q, len_k, m, KEEP)
+            # Under a condition nothing is loaded ahead.
+            if KEEP is None or tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
+                acc += bias_grad(
+                    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h,
+                    h // group, heads, i, j, i0, j0, keep, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV,
+                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+                )  # fmt: skip
     if SUM_ROWS and SUM_COLS:
         tl.store(dbias + pid, tl.sum(tl.sum(acc, 1), 0))
     elif SUM_ROWS:

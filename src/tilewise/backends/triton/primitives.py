@@ -52,6 +52,15 @@ def head_base(x, strides, b, h, first):
 
 
 @triton.jit
+def like(strides, others):
+    """strides, where None says that they are the others: the compiler then knows, and has one set of addresses."""
+    if strides is None:
+        return others
+    else:
+        return strides
+
+
+@triton.jit
 def tile_ptrs(base, start, strides, N: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
     """Addresses (N, C) of rows start .. start + N. The start is a 64-bit scalar, the tile's own offsets are 32-bit."""
     rows, channels = tl.arange(0, N)[:, None], tl.arange(0, C)[None, :]
