@@ -24,6 +24,7 @@ from .primitives import (
     cleaned,
     distance,
     dot,
+    edge,
     exp_scores,
     head_base,
     head_slope,
@@ -317,7 +318,7 @@ def dkdv_tile(
             acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
             0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k,
             qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
-            BLOCK_M if bias is None else 16, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+            edge(BLOCK_M, bias, 16), BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
             CAREFUL, NEED_DK, NEED_DV,
         )  # fmt: skip
     found = 0
@@ -389,16 +390,17 @@ def add_cols(
     dq, dalibi, odd, q, do, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, t0, t1, lists, where,
     n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold,
     survivor_weight, m, has_low: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
-    SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr,
 ):  # fmt: skip
     """What the keys of tiles t0 .. t1 add to dQ and to the gradient of the slope; and their tiles of dbias."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    n: tl.constexpr = TILE // BLOCK_N
     ahead = listed(t0, t1, lists, where)
-    for t in tl.range(t0, t1, num_stages=1 if CAREFUL else None):
-        j0 = visited(t, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_N
-        ahead = listed(t + 1, t1, lists, where)
+    for t in tl.range(t0 * n, t1 * n, num_stages=1 if CAREFUL else None):
+        j0 = visited(t // n, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * TILE + t % n * BLOCK_N
+        ahead = listed((t + 1) // n, t1, lists, where)
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
         v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
@@ -493,15 +495,16 @@ def dq_tile(
         acc, da, odd = add_cols(
             acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
             0, n_full, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, dbias,
-            dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N,
-            BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, dq is not None, dalibi is not None,
+            dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV, BLOCK_N, BLOCK_M,
+            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, dq is not None,
+            dalibi is not None,
         )  # fmt: skip
     acc, da, odd = add_cols(
         acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
         0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias,
         bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL, dq is not None,
-        dalibi is not None,
+        BLOCK_N, BLOCK_M, edge(BLOCK_N, bias, 32), BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL,
+        dq is not None, dalibi is not None,
     )  # fmt: skip
     inside = i0 + tl.arange(0, BLOCK_M) < len_q
     found = 0

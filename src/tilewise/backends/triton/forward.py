@@ -25,6 +25,7 @@ from .primitives import (
     apart,
     cleaned,
     dot,
+    edge,
     exp_scores,
     exp_unit,
     head_base,
@@ -53,16 +54,17 @@ from .primitives import (
 def fold(
     m_i, l_i, acc, odd, q, k_base, v_base, ks, vs, b, h, bh, i0, t0, t1, lists, where, n_full, full, first,
     len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m,
-    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """``state.fold`` of the keys of tiles t0 .. t1: (m, l, acc); odd is 1 once a value that is kept is not finite."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    n: tl.constexpr = TILE // BLOCK_N
     ahead = listed(t0, t1, lists, where)
-    for t in tl.range(t0, t1, num_stages=1 if CAREFUL else None):
-        j0 = visited(t, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_N
-        ahead = listed(t + 1, t1, lists, where)
+    for t in tl.range(t0 * n, t1 * n, num_stages=1 if CAREFUL else None):
+        j0 = visited(t // n, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * TILE + t % n * BLOCK_N
+        ahead = listed((t + 1) // n, t1, lists, where)
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
         s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
@@ -152,13 +154,14 @@ def forward_tile(
     if not CAREFUL:
         m_i, l_i, acc, odd = fold(
             m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, 0, n_full, lists, where, n_full, full,
-            first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M,
-            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False,
+            first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_N,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False,
         )  # fmt: skip
     m_i, l_i, acc, odd = fold(
         m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, 0 if CAREFUL else n_full, n_all, lists,
         where, n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D,
-        DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL,
+        DV, BLOCK_N, BLOCK_M, edge(BLOCK_N, bias, 32), BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+        CAREFUL,
     )  # fmt: skip
     rows = i0 + tl.arange(0, BLOCK_M)
     inside = rows < len_q

@@ -176,6 +176,13 @@ def listed(t, t1, lists, where):
         return 0
 
 
+@triton.constexpr_function
+def edge(block, bias, most):
+    """How much of a masked tile is taken at a time: a bias has masks and addresses of each element there, which fill the
+    registers. most: as ptxas takes it."""
+    return block if bias is None else min(block, most)
+
+
 @triton.jit
 def visited16(t, lists, where, n_full, full, first, BLOCK: tl.constexpr):
     """First position of the t-th group of 16 of the tiles to visit."""
