@@ -71,6 +71,11 @@ class Problem:
         changes += [DROPOUT] * (r.dropout_p > 0)
         return None if not changes else changes[0] if len(changes) == 1 else EXTRA
 
+    @property
+    def splits(self) -> bool:
+        """Whether dK and dV are passes of their own."""
+        return config.splits(self.block_d, self.block_dv, self.half, self._changes(), self.gpu)
+
     def config(self, direction: str) -> Config:
         r = self.r
         mask = None if r.mask is None else RANGES if self.mask.verdict is None else LISTS
@@ -151,7 +156,8 @@ def tile_lists(r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool
         classify_kernel[(table.numel(),)](table, *sizes, args, verdict, cfg.block_m, cfg.block_n)
         verdict, args = None, ()  # the table says it: one list kernel for all such masks
     if others:
-        chunk = 16 if config.interpreting() else 64
+        # Of documents as many positions at a time as registers hold.
+        chunk = 16 if config.interpreting() else 8192 // (cfg.block_m if column else cfg.block_n)
         list_kernel[(nb * nh * others,)](
             lists, table, *sizes, pitch, args, verdict, cfg.block_m, cfg.block_n, column, chunk, num_warps=8
         )
