@@ -102,11 +102,10 @@ def test_the_cases_are_all_configurations(monkeypatch):
     for target, (_, gpu) in aot.TARGETS.items():
         for half in (True, False):
             for direction, rows in config.tables(half, gpu).items():
-                kernel = "dkdv" if direction in (config.DK, config.DV) else direction
                 for c in {c for row in rows for c in astuple(row)[1:]}:
                     block_m, block_n, warps, stages = c
                     block_n = None if direction == config.DELTA else block_n
-                    wanted = (target, half, kernel, block_m, block_n, warps, stages)
+                    wanted = (target, half, direction, block_m, block_n, warps, stages)
                     assert wanted in launched
 
 

@@ -15,8 +15,7 @@ from functools import lru_cache
 import torch
 
 FORWARD, DELTA, DKDV, DQ, DBIAS = "forward", "delta", "dkdv", "dq", "dbias"
-DK, DV = "dk", "dv"  # the kernel of DKDV, for one of the two: see ``splits``
-DIRECTIONS = (FORWARD, DELTA, DKDV, DK, DV, DQ, DBIAS)
+DIRECTIONS = (FORWARD, DELTA, DKDV, DQ, DBIAS)
 RANGES, LISTS = "ranges", "lists"  # how a mask says which tiles to visit
 LIGHT, DROPOUT, BIAS, EXTRA = "light", "dropout", "bias", "extra"  # changes of the scores
 BUCKETS = (16, 32, 64, 128, 256, 512)  # head dims are padded to these inside the kernels
@@ -108,13 +107,12 @@ _SM90: dict[str, tuple[Row, ...]] = {
     FORWARD: (
         # Best of 12 shapes each, bf16 at L = 4096 on an H200; 128 x 128 was 19 % slower at D = 64.
         row(
-            64, Config(128, 64, 8, 3), Config(64, 128, 4, 3), Config(128, 64, 8, 3),
+            64, Config(128, 64, 8, 3), Config(128, 64, 4, 3), Config(128, 64, 8, 3),
             lists=Config(64, 64, 4, 3), light=Config(64, 64, 4, 3), bias=Config(64, 64, 4, 3),
         ),
         row(
             128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2),
-            lists=Config(128, 64, 8, 3), light=Config(64, 64, 4, 3), dropout=Config(128, 64, 8, 3),
-            bias=Config(128, 64, 8, 3),
+            light=Config(64, 64, 4, 3), dropout=Config(128, 64, 8, 3), bias=Config(128, 64, 8, 3),
         ),
         row(256, Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2), light=Config(64, 64, 8, 2)),
         row(512, Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),  # 64 rows would spill: mma.sync
@@ -127,31 +125,29 @@ _SM90: dict[str, tuple[Row, ...]] = {
     DKDV: (
         row(
             64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(16, 64, 8, 2),
-            light=Config(32, 64, 4, 3), bias=Config(32, 64, 4, 2),
+            lists=Config(32, 64, 4, 3), light=Config(32, 64, 4, 3), bias=Config(64, 64, 4, 3),
         ),
         row(
-            128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 1), light=Config(32, 64, 4, 3),
-            light_lists=Config(32, 128, 8, 2), dropout=Config(16, 128, 8, 3),
+            128, Config(64, 128, 8, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 1), light=Config(32, 64, 4, 3),
+            light_lists=Config(32, 128, 8, 2), dropout=Config(16, 128, 8, 3), bias=Config(32, 128, 8, 2),
         ),
         row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 1)),  # 64 keys would spill: mma.sync
         row(512, Config(16, 16, 8, 1)),
     ),
-    DK: (row(128, Config(32, 128, 8, 3)),),
-    DV: (row(128, Config(64, 128, 8, 3)),),
     DQ: (
         row(
             64, Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2),
             light=Config(64, 64, 4, 3), bias=Config(64, 64, 4, 3),
         ),
         row(
-            128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2),
+            128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2), lists=Config(64, 64, 4, 2),
             light=Config(128, 64, 8, 3), bias=Config(128, 64, 8, 3),
         ),
         row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2), light=Config(64, 32, 8, 2)),
         row(512, Config(32, 16, 8, 1)),
     ),
     DBIAS: (
-        row(64, Config(64, 64, 4, 2)), row(128, Config(64, 128, 8, 2)), row(256, Config(64, 32, 8, 1)),
+        row(64, Config(64, 64, 4, 3)), row(128, Config(128, 64, 8, 2)), row(256, Config(64, 32, 8, 1)),
         row(512, Config(32, 16, 8, 1)),
     ),
 }  # fmt: skip
@@ -243,11 +239,6 @@ def choose(direction: str, d: int, dv: int, half: bool, mask: str | None, change
         light = found.light_lists if mask == LISTS else found.light
         return {LIGHT: light, DROPOUT: found.dropout, BIAS: found.bias, EXTRA: found.extra}[changes]
     return found.plain if mask is None else found.lists if mask == LISTS else found.masked
-
-
-def splits(d: int, dv: int, half: bool, changes: str | None, gpu: str) -> bool:
-    """Whether dK and dV are passes of their own, though both then need P."""
-    return gpu == SM90 and half and changes == BIAS and 64 < max(d, dv) <= 128
 
 
 _interpreted = Config(16, 16, 4, 1)  # enough tiles to prove the loops, few enough to be quick

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...dispatch import Grads, Saved
 from ...request import Request
 from .backward import dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel
-from .config import DBIAS, DELTA, DK, DKDV, DQ, DV
+from .config import DBIAS, DELTA, DKDV, DQ
 from .launch import Problem, on_device
 
 
@@ -101,20 +101,12 @@ class _Backward:
         return q, k, None if v == k else v, None if dout == q else dout
 
     def _dkdv(self) -> None:
-        if not self.p.splits:
-            self._keys(DKDV, self.dk, self.dv)
-            return
-        if self.dv is not None:
-            self._keys(DV, None, self.dv)
-        if self.dk is not None:
-            self._keys(DK, self.dk, None)
-
-    def _keys(self, direction: str, dk: Tensor | None, dv: Tensor | None) -> None:
         r, p = self.r, self.p
-        cfg = p.config(direction)
+        cfg = p.config(DKDV)
         tiles, pairs = -(-r.len_k // cfg.block_n), r.batch * r.kv_heads
         lists, list_strides = p.lists(cfg, column=True)
         none = (0, 0, 0, 0)
+        dk, dv = self.dk, self.dv
         dkdv_kernel[(tiles * pairs,)](
             *self._inputs(), dk, dv, *self._input_strides(), none if dk is None else p.strides(dk),
             none if dv is None else p.strides(dv), self.stats, p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads,

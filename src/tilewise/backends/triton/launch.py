@@ -71,11 +71,6 @@ class Problem:
         changes += [DROPOUT] * (r.dropout_p > 0)
         return None if not changes else changes[0] if len(changes) == 1 else EXTRA
 
-    @property
-    def splits(self) -> bool:
-        """Whether dK and dV are passes of their own."""
-        return config.splits(self.block_d, self.block_dv, self.half, self._changes(), self.gpu)
-
     def config(self, direction: str) -> Config:
         r = self.r
         mask = None if r.mask is None else RANGES if self.mask.verdict is None else LISTS

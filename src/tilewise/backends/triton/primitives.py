@@ -270,12 +270,13 @@ def pair_ptrs(base, i, j, i0, j0, strides, WIDE: tl.constexpr):
 
 @triton.jit
 def load_bias(bias, i, j, i0, j0, len_q, len_k, strides, MASKED: tl.constexpr, WIDE: tl.constexpr):
-    """The bias of pairs, 0 beyond the edges, in its own dtype. MASKED: some may pass the end."""
-    at = pair_ptrs(bias, i, j, i0, j0, strides, WIDE)
+    """The bias of pairs, 0 beyond the edges, in its own dtype. MASKED: some may pass the end; each element then has its
+    address, and those from i0 and j0 on would be kept from tile to tile, in registers that loops do not have."""
     if MASKED:
+        at = bias + (i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3])
         return tl.load(at, mask=(i < len_q) & (j < len_k), other=0.0)
     else:
-        return tl.load(at)
+        return tl.load(pair_ptrs(bias, i, j, i0, j0, strides, WIDE))
 
 
 @triton.jit
