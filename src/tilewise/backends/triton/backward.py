@@ -1,6 +1,6 @@
 """The backward kernels: P is recomputed from the scores and lse, as in ``tiled``. No atomics: repeatable bit for bit.
 
-    delta   rowsum(dO * O) - dlse of each row, and the sinks' share of each tile
+    delta   rowsum(dO * O) - dlse of each row, its lse as the others need it, and the sinks' share of each tile
     dkdv    a tile of keys stays; tiles of queries of all query heads of its key head stream past
     dq      a tile of queries stays, tiles of keys stream past; also the gradients of ALiBi and of an unbroadcast bias
     dbias   of a broadcast bias: a program owns a tile of it and sums over what is broadcast
@@ -24,11 +24,14 @@ from .primitives import (
     cleaned,
     distance,
     dot,
+    edge,
     exp_scores,
     head_base,
     head_slope,
     hidden_zero,
     kept,
+    like,
+    listed,
     load_bias,
     load_row,
     load_tile,
@@ -60,16 +63,14 @@ def load_stat(x, at, i0, len_q, N: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr):
-    """lse in the unit of the scores (0 for a row without keys), lse_low and delta of rows i0 .. i0 + BLOCK_M."""
+def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
+    """The statistics of rows i0 .. i0 + BLOCK_M: lse and delta as ``delta_kernel`` stores them, lse_low in units of
+    log2."""
     x = load_stat(lse, at, i0, len_q, BLOCK_M, TAIL)
-    x = tl.where(x == -INF, 0.0, x)
-    if UNIT != NATURAL:
-        x = x * LOG2E
     d = load_stat(delta, at, i0, len_q, BLOCK_M, TAIL)
     rest = d
     if low is not None:
-        rest = load_stat(low, at, i0, len_q, BLOCK_M, TAIL)
+        rest = load_stat(low, at, i0, len_q, BLOCK_M, TAIL) * LOG2E
     return x, rest, d
 
 
@@ -85,19 +86,18 @@ def grad_scores(
     """
     s, t = scores(s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, slope, SOFTCAP, UNIT, MASKED)
     if has_low:  # noqa: SIM108 - P = exp(S - lse) * exp(-lse_low)
-        p = tl.exp2(((s - lse) - low) * LOG2E)
+        p = tl.exp2((s - lse) * LOG2E - low)
     else:
         p = exp_scores(s, lse, qk_scale, UNIT)
     if MASKED and bias is not None:
         keep = s != -INF if keep is None else keep & (s != -INF)
-    if keep is not None:
-        p = tl.where(keep, p, 0.0)
     survived = p
     if alive is not None:
         survived = tl.where(alive, p, 0.0)
         dp = tl.where(alive, dp * survivor_weight, 0.0)
     ds = p * (dp - delta)
     if keep is not None:
+        survived = tl.where(keep, survived, 0.0)
         ds = tl.where(keep, ds, 0.0)
     ds_bias = ds
     if SOFTCAP:
@@ -120,10 +120,13 @@ def scaled(x, scale):
 
 @triton.jit(do_not_specialize=["len_q", "tiles"])
 def delta_kernel(
-    o, do, lse, dlse, delta, os, dos, stats, dlse_strides, cu_q, len_q, tiles, heads, sinks, dsinks,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    o, do, lse, dlse, delta, pivot, os, dos, stats, dlse_strides, cu_q, len_q, tiles, heads, sinks, dsinks,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """delta of a tile of rows; the sink is a key whose value is 0, so its dP is 0: dsinks (b, h, tile)."""
+    """delta and pivot of a tile of rows: lse in the unit of the scores, 0 for a row without keys.
+
+    The sink is a key whose value is 0, so its dP is 0: dsinks (b, h, tile).
+    """
     pid = tl.program_id(0)
     tile, bh = pid % tiles, pid // tiles
     b, h = bh // heads, bh % heads
@@ -139,9 +142,10 @@ def delta_kernel(
         from_lse = offset64(b, dlse_strides[0]) + offset64(h, dlse_strides[1]) + offset64(first_q, dlse_strides[2])
         d -= tl.load(dlse + from_lse + rows.to(tl.int64) * dlse_strides[2], mask=inside, other=0.0)
     tl.store(delta + at, d, mask=inside)
+    row_lse = tl.load(lse + at, mask=inside, other=0.0)
+    row_lse = tl.where(row_lse == -INF, 0.0, row_lse)
+    tl.store(pivot + at, row_lse if UNIT == NATURAL else row_lse * LOG2E, mask=inside)
     if sinks is not None:
-        row_lse = tl.load(lse + at, mask=inside, other=0.0)
-        row_lse = tl.where(row_lse == -INF, 0.0, row_lse)
         sink = tl.load(sinks + h).to(tl.float32)
         ds = -tl.exp2((sink - row_lse) * LOG2E) * d
         tl.store(dsinks + pid, tl.sum(tl.where(inside, ds, 0.0), 0))
@@ -154,9 +158,9 @@ def delta_kernel(
 def add_rows(
     dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0, t0, t1, lists, where, n_full, full,
     first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, survivor_weight, m,
-    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
 ):  # fmt: skip
     """What the queries of tiles t0 .. t1 add to dK and dV; odd becomes 1 if some that are kept are not finite.
@@ -165,12 +169,23 @@ def add_rows(
     """
     j = j0 + tl.arange(0, BLOCK_N)[:, None]
     # A bias beyond whose edges nothing is read has addresses and masks of each element: too many to load ahead.
-    for t in tl.range(t0, t1, num_stages=1 if CAREFUL or (MASKED and bias is not None) else None):
-        i0 = visited(t, lists, where, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_M
+    n: tl.constexpr = TILE // BLOCK_M
+    ahead = listed(t0, t1, lists, where)
+    for t in tl.range(t0 * n, t1 * n, num_stages=1 if CAREFUL or (MASKED and bias is not None) else None):
+        i0 = visited(t // n, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * TILE + t % n * BLOCK_M
+        ahead = listed((t + 1) // n, t1, lists, where)
         i = i0 + tl.arange(0, BLOCK_M)[None, :]
+        add = bias
+        if bias is not None:
+            if MASKED:
+                add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, True, WIDE)
+            else:  # under a condition, though a true one, nothing is loaded ahead: there are no registers for it
+                add = tl.zeros([BLOCK_N, BLOCK_M], bias.dtype.element_ty)
+                if i0 < len_q:
+                    add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, False, WIDE)
         q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
         s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
-        row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
+        row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, MASKED)
         do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
         dp = s
         if NEED_DK:
@@ -180,9 +195,6 @@ def add_rows(
             alive = tl.trans(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N))
         inside = (tl.arange(0, BLOCK_M) < len_q - i0)[None, :]
         keep = kept(b, h, i, j, inside, len_q, len_k, m, KEEP) if MASKED else None
-        add = bias
-        if bias is not None:
-            add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
         p, _, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k,
             qk_scale, cap, add, slope, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
@@ -207,7 +219,7 @@ def odd_queries(
 ):  # fmt: skip
     """(D,) and (Dv,): what queries and dO that are not finite among i0 .. i0 + BLOCK_M add to dK and dV of key j."""
     i = i0 + tl.arange(0, BLOCK_M)[None, :]
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, True)
     q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
     do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     s = tl.sum(q.to(tl.float32) * load_row(k_base, j, len_k, ks, D, BLOCK_D), 1)[None, :]  # (1, M)
@@ -304,13 +316,15 @@ def dkdv_tile(
                 acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
                 0, n_full, lists, where, n_full, full, first, len_q, len_k,
                 qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK, NEED_DV,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK,
+                NEED_DV,
             )  # fmt: skip
         acc_k, acc_v, odd = add_rows(
             acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
             0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k,
             qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
-            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL, NEED_DK, NEED_DV,
+            edge(BLOCK_M, bias, 16), BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+            CAREFUL, NEED_DK, NEED_DV,
         )  # fmt: skip
     found = 0
     if not CAREFUL and (KEEP is not None or bias is not None):
@@ -345,10 +359,11 @@ def dkdv_kernel(
     group, pairs, section, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
     survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
-    SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (key tile, key/value head, batch entry)."""
-    tile, kv_head, b = unflatten(tl.program_id(0), tiles, heads // group, pairs, section, False)
+    vs, dos = like(vs, ks), like(dos, qs)
+    tile, kv_head, b = unflatten(tl.program_id(0), tiles, heads // group, pairs, section, False, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
     if tile * BLOCK_N >= len_k:
@@ -380,14 +395,17 @@ def add_cols(
     dq, dalibi, odd, q, do, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, t0, t1, lists, where,
     n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold,
     survivor_weight, m, has_low: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
-    SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr,
 ):  # fmt: skip
     """What the keys of tiles t0 .. t1 add to dQ and to the gradient of the slope; and their tiles of dbias."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
-    for t in tl.range(t0, t1, num_stages=1 if CAREFUL else None):
-        j0 = visited(t, lists, where, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_N
+    n: tl.constexpr = TILE // BLOCK_N
+    ahead = listed(t0, t1, lists, where)
+    for t in tl.range(t0 * n, t1 * n, num_stages=1 if CAREFUL else None):
+        j0 = visited(t // n, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * TILE + t % n * BLOCK_N
+        ahead = listed((t + 1) // n, t1, lists, where)
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
         v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
@@ -474,7 +492,7 @@ def dq_tile(
     q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
     do_tile = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, True)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     da = tl.zeros([BLOCK_M], tl.float32)
     odd = 0
@@ -482,15 +500,16 @@ def dq_tile(
         acc, da, odd = add_cols(
             acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
             0, n_full, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, dbias,
-            dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV, BLOCK_M, BLOCK_N,
-            BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, dq is not None, dalibi is not None,
+            dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV, BLOCK_N, BLOCK_M,
+            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, dq is not None,
+            dalibi is not None,
         )  # fmt: skip
     acc, da, odd = add_cols(
         acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
         0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias,
         bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL, dq is not None,
-        dalibi is not None,
+        BLOCK_N, BLOCK_M, edge(BLOCK_N, bias, 32), BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL,
+        dq is not None, dalibi is not None,
     )  # fmt: skip
     inside = i0 + tl.arange(0, BLOCK_M) < len_q
     found = 0
@@ -525,11 +544,12 @@ def dq_kernel(
     section, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi, rng,
     threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (query tile, query head, batch entry)."""
-    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE)
+    vs, dos = like(vs, ks), like(dos, qs)
+    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
     if tile * BLOCK_M >= len_q:
@@ -556,6 +576,33 @@ def dq_kernel(
 # --- the gradient of a broadcast bias --------------------------------------------------------------
 
 
+@triton.jit
+def bias_grad(
+    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h, kv_head, heads, i, j,
+    i0, j0, keep, qk_scale, cap, bias, rng, threshold, survivor_weight,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What a tile of the pairs of (b, h) adds to dbias: dS before the softcap, (M, N)."""
+    q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
+    k_tile = load_tile(head_base(k, ks, b, kv_head, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
+    s = dot(q_tile, tl.trans(k_tile), None, UPCAST, PRECISION)
+    do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
+    v_tile = load_tile(head_base(v, vs, b, kv_head, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
+    dp = dot(do_tile, tl.trans(v_tile), None, UPCAST, PRECISION)
+    at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, MASKED)
+    alive = None
+    if rng is not None:
+        alive = survives(rng, threshold, b * heads + h, i0, j0, BLOCK_M, BLOCK_N)
+    _, ds, _, _ = grad_scores(
+        s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
+        qk_scale, cap, bias, None, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
+    )  # fmt: skip
+    return ds
+
+
 @triton.jit(do_not_specialize=["len_q", "len_k", "max_q", "max_k", "rows", "cols", "batch", "n_b", "n_h"])
 def dbias_kernel(
     q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, cu_q, cu_k, max_q, max_k, rows, cols, heads, group, batch,
@@ -566,6 +613,7 @@ def dbias_kernel(
 ):  # fmt: skip
     """A tile of dbias (n_b, n_h, max_q or rows, max_k or cols): summed over the batch and heads that share it, and
     over the tile's rows or columns where those are broadcast; the rest of that sum is PyTorch's."""
+    vs, dos = like(vs, ks), like(dos, qs)
     pid = tl.program_id(0)
     col, row, slot = pid % cols, (pid // cols) % rows, pid // cols // rows
     b0, h0 = slot // n_h, slot % n_h
@@ -575,31 +623,34 @@ def dbias_kernel(
     base = bias + offset64(b0, bias_strides[0]) + offset64(h0, bias_strides[1])  # strides are 0 where it is shared
     add = load_bias(base, i, j, i0, j0, max_q, max_k, bias_strides, True, WIDE)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for n in range(0, (batch // n_b) * (heads // n_h)):
-        b = tl.where(n_b == 1, n // (heads // n_h), b0)
-        h = tl.where(n_h == 1, n % (heads // n_h), h0)
-        bh = b * heads + h
-        first_q, len_q = sequence(b, cu_q, max_q)
-        first_k, len_k = sequence(b, cu_k, max_k)
-        keep = kept(b, h, i, j, (i < len_q) & (j < len_k), len_q, len_k, m, KEEP)
-        if tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
-            q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
-            k_tile = load_tile(head_base(k, ks, b, h // group, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
-            s = dot(q_tile, tl.trans(k_tile), None, UPCAST, PRECISION)
-            do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
-            v_base = head_base(v, vs, b, h // group, first_k)
-            v_tile = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
-            dp = dot(do_tile, tl.trans(v_tile), None, UPCAST, PRECISION)
-            at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
-            alive = None
-            if rng is not None:
-                alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
-            _, ds, _, _ = grad_scores(
-                s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
-                qk_scale, cap, add, None, survivor_weight, low is not None, UNIT, SOFTCAP, True,
-            )  # fmt: skip
-            acc += ds
+    times = (batch // n_b) * (heads // n_h)
+    odd = 1
+    if KEEP is None and cu_q is None:  # noqa: SIM102 - the outer one is decided when compiling
+        if (i0 + BLOCK_M <= max_q) & (j0 + BLOCK_N <= max_k):
+            for n in tl.range(0, times):
+                b = tl.where(n_b == 1, n // (heads // n_h), b0)
+                h = tl.where(n_h == 1, n % (heads // n_h), h0)
+                acc += bias_grad(
+                    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, 0, 0, max_q, max_k, b, h, h // group, heads, i,
+                    j, i0, j0, None, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV, BLOCK_M, BLOCK_N,
+                    BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
+                )  # fmt: skip
+            odd = any_odd(acc, tl.arange(0, BLOCK_M) >= 0)
+    if odd > 0:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for n in tl.range(0, times):
+            b = tl.where(n_b == 1, n // (heads // n_h), b0)
+            h = tl.where(n_h == 1, n % (heads // n_h), h0)
+            first_q, len_q = sequence(b, cu_q, max_q)
+            first_k, len_k = sequence(b, cu_k, max_k)
+            keep = kept(b, h, i, j, (i < len_q) & (j < len_k), len_q, len_k, m, KEEP)
+            # Under a condition nothing is loaded ahead.
+            if KEEP is None or tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
+                acc += bias_grad(
+                    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h,
+                    h // group, heads, i, j, i0, j0, keep, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV,
+                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+                )  # fmt: skip
     if SUM_ROWS and SUM_COLS:
         tl.store(dbias + pid, tl.sum(tl.sum(acc, 1), 0))
     elif SUM_ROWS:

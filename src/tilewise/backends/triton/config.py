@@ -66,7 +66,7 @@ class Row:
     """The configurations for head dims up to ``most``.
 
     Without a mask, with ranges or lists of tiles, and, whatever the mask, with changes of the scores: ALiBi or a
-    softcap alone, dropout alone, a bias alone, and several at once.
+    softcap alone (with lists apart), dropout alone, a bias alone, and several at once.
     """
 
     most: int
@@ -74,6 +74,7 @@ class Row:
     masked: Config
     lists: Config
     light: Config
+    light_lists: Config
     dropout: Config
     bias: Config
     extra: Config
@@ -86,6 +87,7 @@ def row(
     extra: Config | None = None,
     lists: Config | None = None,
     light: Config | None = None,
+    light_lists: Config | None = None,
     dropout: Config | None = None,
     bias: Config | None = None,
 ) -> Row:
@@ -93,7 +95,7 @@ def row(
     masked = masked or plain
     extra = extra or masked
     light = light or extra
-    return Row(most, plain, masked, lists or masked, light, dropout or light, bias or extra, extra)
+    return Row(most, plain, masked, lists or masked, light, light_lists or light, dropout or light, bias or extra, extra)
 
 
 # A kernel with a mask carries the careful products beside the fast ones, and ptxas gives a kernel one set of registers:
@@ -105,13 +107,12 @@ _SM90: dict[str, tuple[Row, ...]] = {
     FORWARD: (
         # Best of 12 shapes each, bf16 at L = 4096 on an H200; 128 x 128 was 19 % slower at D = 64.
         row(
-            64, Config(128, 64, 8, 3), Config(64, 128, 4, 3), Config(128, 64, 8, 3),
-            lists=Config(64, 64, 4, 3), light=Config(64, 64, 4, 3),
+            64, Config(128, 64, 8, 3), Config(128, 64, 4, 3), Config(128, 64, 8, 3),
+            lists=Config(64, 64, 4, 3), light=Config(64, 64, 4, 3), bias=Config(64, 64, 4, 3),
         ),
         row(
             128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2),
-            lists=Config(128, 64, 8, 3), light=Config(64, 64, 4, 3), dropout=Config(128, 64, 8, 3),
-            bias=Config(64, 32, 4, 3),
+            light=Config(64, 64, 4, 3), dropout=Config(128, 64, 8, 3), bias=Config(128, 64, 8, 3),
         ),
         row(256, Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2), light=Config(64, 64, 8, 2)),
         row(512, Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),  # 64 rows would spill: mma.sync
@@ -124,11 +125,11 @@ _SM90: dict[str, tuple[Row, ...]] = {
     DKDV: (
         row(
             64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(16, 64, 8, 2),
-            light=Config(32, 64, 4, 3), bias=Config(32, 64, 4, 2),
+            lists=Config(32, 64, 4, 3), light=Config(32, 64, 4, 3), bias=Config(64, 64, 4, 3),
         ),
         row(
-            128, Config(32, 64, 4, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 1), lists=Config(32, 64, 4, 2),
-            light=Config(32, 128, 8, 2), dropout=Config(16, 128, 8, 3), bias=Config(16, 128, 8, 3),
+            128, Config(64, 128, 8, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 1), light=Config(32, 64, 4, 3),
+            light_lists=Config(32, 128, 8, 2), dropout=Config(16, 128, 8, 3), bias=Config(32, 128, 8, 2),
         ),
         row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 1)),  # 64 keys would spill: mma.sync
         row(512, Config(16, 16, 8, 1)),
@@ -136,16 +137,19 @@ _SM90: dict[str, tuple[Row, ...]] = {
     DQ: (
         row(
             64, Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2),
-            light=Config(64, 64, 4, 3), bias=Config(128, 32, 8, 3),
+            light=Config(64, 64, 4, 3), bias=Config(64, 64, 4, 3),
         ),
         row(
-            128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2),
-            light=Config(128, 64, 8, 3), bias=Config(128, 32, 8, 3),
+            128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2), lists=Config(64, 64, 4, 2),
+            light=Config(128, 64, 8, 3), bias=Config(128, 64, 8, 3),
         ),
         row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2), light=Config(64, 32, 8, 2)),
         row(512, Config(32, 16, 8, 1)),
     ),
-    DBIAS: (row(128, Config(64, 64, 4, 1)), row(256, Config(64, 32, 8, 1)), row(512, Config(32, 16, 8, 1))),
+    DBIAS: (
+        row(64, Config(64, 64, 4, 3)), row(128, Config(128, 64, 8, 2)), row(256, Config(64, 32, 8, 1)),
+        row(512, Config(32, 16, 8, 1)),
+    ),
 }  # fmt: skip
 # NVIDIA, Ampere and all others, 16 bits: mma.sync, 163 KB (99 KB on consumer cards, which D <= 128 fits).
 _SM80: dict[str, tuple[Row, ...]] = {
@@ -232,7 +236,8 @@ def choose(direction: str, d: int, dv: int, half: bool, mask: str | None, change
         return _interpreted
     found = next(r for r in tables(half, gpu)[direction] if max(d, dv) <= r.most)
     if changes is not None:
-        return {LIGHT: found.light, DROPOUT: found.dropout, BIAS: found.bias, EXTRA: found.extra}[changes]
+        light = found.light_lists if mask == LISTS else found.light
+        return {LIGHT: light, DROPOUT: found.dropout, BIAS: found.bias, EXTRA: found.extra}[changes]
     return found.plain if mask is None else found.lists if mask == LISTS else found.masked
 
 

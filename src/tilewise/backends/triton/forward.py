@@ -25,12 +25,14 @@ from .primitives import (
     apart,
     cleaned,
     dot,
+    edge,
     exp_scores,
     exp_unit,
     head_base,
     head_slope,
     hidden_zero,
     kept,
+    listed,
     load_bias,
     load_row,
     load_tile,
@@ -52,14 +54,17 @@ from .primitives import (
 def fold(
     m_i, l_i, acc, odd, q, k_base, v_base, ks, vs, b, h, bh, i0, t0, t1, lists, where, n_full, full, first,
     len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m,
-    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """``state.fold`` of the keys of tiles t0 .. t1: (m, l, acc); odd is 1 once a value that is kept is not finite."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
-    for t in tl.range(t0, t1, num_stages=1 if CAREFUL else None):
-        j0 = visited(t, lists, where, n_full, full, first, CAREFUL or not MASKED, MASKED) * BLOCK_N
+    n: tl.constexpr = TILE // BLOCK_N
+    ahead = listed(t0, t1, lists, where)
+    for t in tl.range(t0 * n, t1 * n, num_stages=1 if CAREFUL else None):
+        j0 = visited(t // n, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * TILE + t % n * BLOCK_N
+        ahead = listed((t + 1) // n, t1, lists, where)
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
         s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
@@ -149,13 +154,16 @@ def forward_tile(
     if not CAREFUL:
         m_i, l_i, acc, odd = fold(
             m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, 0, n_full, lists, where, n_full, full,
-            first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_M,
-            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False,
+            first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_N,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False,
         )  # fmt: skip
+    # Beside several changes of the scores ptxas would serialise wgmma.
+    EDGE: tl.constexpr = edge(BLOCK_N, None if SOFTCAP or rng is not None else bias, 32)
     m_i, l_i, acc, odd = fold(
         m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, 0 if CAREFUL else n_full, n_all, lists,
         where, n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D,
-        DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL,
+        DV, BLOCK_N, BLOCK_M, EDGE, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+        CAREFUL,
     )  # fmt: skip
     rows = i0 + tl.arange(0, BLOCK_M)
     inside = rows < len_q
@@ -211,10 +219,10 @@ def forward_kernel(
     qk_scale, cap, bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight, lists,
     list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
-    REVERSE: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (query tile, query head, batch entry)."""
-    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE)
+    tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
     if tile * BLOCK_M >= len_q:
@@ -262,7 +270,8 @@ def forward(r: Request) -> Output:
             min(p.section(), pairs), p.qk_scale, p.cap, *p.bias_args(), *p.alibi_args(), r.sinks, *p.dropout_args(),
             lists, list_strides, p.mask_args, KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim, DV=r.dim_v,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
-            SOFTCAP=r.softcap is not None, REVERSE=p.mask.longest_first, WIDE=p.wide(r.q, r.k, r.v, o.out),
+            SOFTCAP=r.softcap is not None, REVERSE=p.mask.longest_first, BY_HEAD=p.by_head,
+            WIDE=p.wide(r.q, r.k, r.v, o.out),
             UPCAST=p.upcast, PRECISION=p.precision, num_warps=cfg.num_warps, num_stages=cfg.num_stages,
         )  # fmt: skip
     return o

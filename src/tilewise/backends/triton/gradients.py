@@ -30,7 +30,7 @@ class _Backward:
         self.dout, self.out = saved.dout, saved.out
         self.lse, self.dlse = saved.lse.contiguous(), saved.dlse
         self.low = None if saved.lse_low is None else saved.lse_low.contiguous()
-        self.delta = torch.empty_like(self.lse)
+        self.delta, self.pivot = torch.empty_like(self.lse), torch.empty_like(self.lse)
         fresh = torch.zeros_like if r.ragged is not None else torch.empty_like  # rows that belong to no sequence
         self.dq, self.dk, self.dv = (fresh(x) if n in needs else None for n, x in (("q", r.q), ("k", r.k), ("v", r.v)))
         self.dbias: Tensor | None = None
@@ -71,9 +71,9 @@ class _Backward:
         dlse = self.dlse
         dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.ragged else dlse.stride()
         delta_kernel[(tiles * r.batch * r.heads,)](
-            self.out, self.dout, self.lse, dlse, self.delta, p.strides(self.out), p.strides(self.dout), self.stats,
-            dlse_strides, p.cu_q, r.len_q, tiles, r.heads, r.sinks if wants_sinks else None, self.dsinks,
-            DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_DV=p.block_dv, WIDE=p.wide(self.out, self.dout),
+            self.out, self.dout, self.lse, dlse, self.delta, self.pivot, p.strides(self.out), p.strides(self.dout),
+            self.stats, dlse_strides, p.cu_q, r.len_q, tiles, r.heads, r.sinks if wants_sinks else None, self.dsinks,
+            DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_DV=p.block_dv, UNIT=p.unit, WIDE=p.wide(self.out, self.dout),
             num_warps=cfg.num_warps, num_stages=cfg.num_stages,
         )  # fmt: skip
 
@@ -93,10 +93,12 @@ class _Backward:
 
     def _inputs(self) -> tuple[Any, ...]:
         r = self.r
-        return r.q, r.k, r.v, self.dout, self.lse, self.low, self.delta
+        return r.q, r.k, r.v, self.dout, self.pivot, self.low, self.delta
 
     def _input_strides(self) -> tuple[Any, ...]:
-        return tuple(self.p.strides(x) for x in (self.r.q, self.r.k, self.r.v, self.dout))
+        """Of q, k, v and dO; those of v and dO are mostly those of k and q, and then None."""
+        q, k, v, dout = (self.p.strides(x) for x in (self.r.q, self.r.k, self.r.v, self.dout))
+        return q, k, None if v == k else v, None if dout == q else dout
 
     def _dkdv(self) -> None:
         r, p = self.r, self.p
@@ -108,9 +110,9 @@ class _Backward:
         dkdv_kernel[(tiles * pairs,)](
             *self._inputs(), dk, dv, *self._input_strides(), none if dk is None else p.strides(dk),
             none if dv is None else p.strides(dv), self.stats, p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads,
-            r.group, pairs, min(max(1, p.section() // r.group), pairs), r.scale, p.qk_scale, p.cap, *p.bias_args(),
+            r.group, pairs, min(p.section(r.group), pairs), r.scale, p.qk_scale, p.cap, *p.bias_args(),
             *p.alibi_args(), *p.dropout_args(), lists, list_strides, p.mask_args, REACH=p.mask.reach_q,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, **self._constants(), num_warps=cfg.num_warps,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), num_warps=cfg.num_warps,
             num_stages=cfg.num_stages,
         )  # fmt: skip
 
@@ -127,7 +129,7 @@ class _Backward:
             p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs, min(p.section(), pairs), r.scale, p.qk_scale,
             p.cap, *p.bias_args(), dbias, none if dbias is None else dbias.stride(), *p.alibi_args(), self.dalibi,
             *p.dropout_args(), lists, list_strides, p.mask_args, REACH=p.mask.reach_k, REVERSE=p.mask.longest_first,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, **self._constants(), num_warps=cfg.num_warps,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), num_warps=cfg.num_warps,
             num_stages=cfg.num_stages,
         )  # fmt: skip
 

@@ -39,6 +39,7 @@ class Problem:
         self.precision = self._precision()
         self.unit = self._unit()
         self.block_d, self.block_dv = config.bucket(r.dim), config.bucket(r.dim_v)
+        self.by_head = r.bias is not None and r.bias.shape[0] == 1  # neighbours read the same bias
         self.upcast = self.gpu == config.INTERPRETER and r.dtype == torch.bfloat16
         to_unit = 1.0 if self.unit == NATURAL.value else LOG2E
         if r.softcap is not None and self.unit == FOLDED.value:
@@ -113,13 +114,15 @@ class Problem:
         bits = min(threshold(r.dropout_p), 2**32 - 1)
         return r.rng, bits - 2**32 if bits >= 2**31 else bits, 1 / (1 - r.dropout_p) if r.dropout_p < 1 else 0.0
 
-    def section(self) -> int:
-        """How many (batch, head) pairs are worked on at a time, so that their keys and values stay in L2."""
+    def section(self, group: int = 1) -> int:
+        """How many (batch, head) pairs are worked on at a time, so that their keys and values stay in L2.
+
+        group: how many query heads are one. What batch entries share of the bias they read at the same time.
+        """
         r = self.r
-        if not self.mask.longest_first:
-            return 1
         each = max(r.len_k * (r.dim + r.dim_v) * r.q.element_size(), 1)
-        return max(1, _L2_BYTES // each) * r.group
+        n = max(1, _L2_BYTES // each) * r.group // group if self.mask.longest_first else 1
+        return -(-n // r.batch) * r.batch if self.by_head else n
 
     def lists(self, cfg: Config, column: bool = False) -> tuple[Tensor | None, tuple[int, ...]]:
         """Tiles to visit for each tile of queries (``column``: of keys), and strides over (batch, head, tile)."""
@@ -148,7 +151,8 @@ def tile_lists(r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool
         classify_kernel[(table.numel(),)](table, *sizes, args, verdict, cfg.block_m, cfg.block_n)
         verdict, args = None, ()  # the table says it: one list kernel for all such masks
     if others:
-        chunk = 16 if config.interpreting() else 64
+        # Of documents as many positions at a time as registers hold.
+        chunk = 16 if config.interpreting() else 8192 // (cfg.block_m if column else cfg.block_n)
         list_kernel[(nb * nh * others,)](
             lists, table, *sizes, pitch, args, verdict, cfg.block_m, cfg.block_n, column, chunk, num_warps=8
         )

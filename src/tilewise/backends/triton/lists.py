@@ -96,7 +96,8 @@ def list_kernel(
     lists, table, cu_q, cu_k, len_q, len_k, rows, cols, heads, pitch, m, VERDICT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """lists (b, h, rows or with COLUMN cols, pitch). One program a list; tiles are judged twice, and never stored."""
+    """lists (b, h, rows or with COLUMN cols, pitch). One program a list; all tiles but the first CHUNK are judged twice,
+    and never stored."""
     pid = tl.program_id(0)
     others = cols if COLUMN else rows
     own, bh = pid % others, pid // others
@@ -110,15 +111,21 @@ def list_kernel(
     if table is not None:
         table += offset64(bh, rows * cols)
     to = lists + offset64(pid, pitch)
-    n_full = 0
-    for x0 in range(0, n, CHUNK):
+    v = tl.zeros([CHUNK], tl.int32)
+    if n > 0:  # no length may be 0 where tiles are judged
+        v = verdicts(
+            table, b, h, own, tl.arange(0, CHUNK), cols, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN
+        )
+    n_full = tl.sum(tl.where(v == 2, 1, 0), 0)
+    for x0 in range(CHUNK, n, CHUNK):
         x = x0 + tl.arange(0, CHUNK)
-        v = verdicts(table, b, h, own, x, cols, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN)
-        n_full += tl.sum(tl.where(v == 2, 1, 0), 0)
+        w = verdicts(table, b, h, own, x, cols, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN)
+        n_full += tl.sum(tl.where(w == 2, 1, 0), 0)
     full, partial = 0, 0
     for x0 in range(0, n, CHUNK):
         x = x0 + tl.arange(0, CHUNK)
-        v = verdicts(table, b, h, own, x, cols, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN)
+        if x0 > 0:
+            v = verdicts(table, b, h, own, x, cols, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN)
         is_full, is_partial = tl.where(v == 2, 1, 0), tl.where(v == 1, 1, 0)
         tl.store(to + 1 + full + tl.cumsum(is_full, 0), x, mask=v == 2)
         tl.store(to + 1 + n_full + partial + tl.cumsum(is_partial, 0), x, mask=v == 1)

@@ -52,6 +52,15 @@ def head_base(x, strides, b, h, first):
 
 
 @triton.jit
+def like(strides, others):
+    """strides, where None says that they are the others: the compiler then knows, and has one set of addresses."""
+    if strides is None:
+        return others
+    else:
+        return strides
+
+
+@triton.jit
 def tile_ptrs(base, start, strides, N: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
     """Addresses (N, C) of rows start .. start + N. The start is a 64-bit scalar, the tile's own offsets are 32-bit."""
     rows, channels = tl.arange(0, N)[:, None], tl.arange(0, C)[None, :]
@@ -88,8 +97,9 @@ def store_tile(
 
 
 @triton.jit
-def unflatten(pid, tiles, heads, pairs, section, REVERSE: tl.constexpr):
-    """(tile, h, b) of a program. A section of (b, h) pairs, whose keys fit the L2 cache, has its longest rows first."""
+def unflatten(pid, tiles, heads, pairs, section, REVERSE: tl.constexpr, BY_HEAD: tl.constexpr):
+    """(tile, h, b) of a program. A section of (b, h) pairs, whose keys fit the L2 cache, has its longest rows first.
+    BY_HEAD: the pairs of a head are neighbours, not those of a batch entry."""
     whole = section * tiles
     first = (pid // whole) * section
     rest = pid % whole
@@ -97,7 +107,11 @@ def unflatten(pid, tiles, heads, pairs, section, REVERSE: tl.constexpr):
     tile, pair = rest // n, first + rest % n
     if REVERSE:
         tile = tiles - 1 - tile
-    return tile, pair % heads, pair // heads
+    if BY_HEAD:
+        batch = pairs // heads
+        return tile, pair // batch, pair % batch
+    else:
+        return tile, pair % heads, pair // heads
 
 
 # --- which tiles ----------------------------------------------------------------------------------
@@ -136,10 +150,11 @@ def visits(
 
 
 @triton.jit
-def visited(t, lists, where, n_full, full, first, FULL: tl.constexpr, MASKED: tl.constexpr):
-    """Number of the t-th tile to visit; the full ones come first. FULL, MASKED: which of the two t may be."""
+def visited(t, lists, listed, n_full, full, first, FULL: tl.constexpr, MASKED: tl.constexpr):
+    """Number of the t-th tile to visit; the full ones come first. FULL, MASKED: which of the two t may be. listed: the
+    answer, where there are lists."""
     if lists is not None:
-        return tl.load(lists + where + t)
+        return listed
     else:
         t = tl.cast(t, tl.int32)
         tile = full + t
@@ -152,10 +167,28 @@ def visited(t, lists, where, n_full, full, first, FULL: tl.constexpr, MASKED: tl
 
 
 @triton.jit
+def listed(t, t1, lists, where):
+    """The t-th tile of a list, below t1. Loops load it a tile ahead: a load whose address is loaded in the same turn
+    waits for that one, and there would be one stage less for keys and queries."""
+    if lists is not None:
+        return tl.load(lists + where + t, mask=t < t1, other=0)
+    else:
+        return 0
+
+
+@triton.constexpr_function
+def edge(block, bias, most):
+    """How much of a masked tile is taken at a time: a bias has masks and addresses of each element there, which fill the
+    registers. most: as ptxas takes it."""
+    return block if bias is None else min(block, most)
+
+
+@triton.jit
 def visited16(t, lists, where, n_full, full, first, BLOCK: tl.constexpr):
     """First position of the t-th group of 16 of the tiles to visit."""
     n = BLOCK // 16
-    return visited(t // n, lists, where, n_full, full, first, True, True) * BLOCK + t % n * 16
+    at = listed(t // n, n_full + t // n + 1, lists, where)
+    return visited(t // n, lists, at, n_full, full, first, True, True) * BLOCK + t % n * 16
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -237,12 +270,13 @@ def pair_ptrs(base, i, j, i0, j0, strides, WIDE: tl.constexpr):
 
 @triton.jit
 def load_bias(bias, i, j, i0, j0, len_q, len_k, strides, MASKED: tl.constexpr, WIDE: tl.constexpr):
-    """The bias of pairs, 0 beyond the edges, in its own dtype. MASKED: some may pass the end."""
-    at = pair_ptrs(bias, i, j, i0, j0, strides, WIDE)
+    """The bias of pairs, 0 beyond the edges, in its own dtype. MASKED: some may pass the end; each element then has its
+    address, and those from i0 and j0 on would be kept from tile to tile, in registers that loops do not have."""
     if MASKED:
+        at = bias + (i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3])
         return tl.load(at, mask=(i < len_q) & (j < len_k), other=0.0)
     else:
-        return tl.load(at)
+        return tl.load(pair_ptrs(bias, i, j, i0, j0, strides, WIDE))
 
 
 @triton.jit
