@@ -95,7 +95,9 @@ def row(
     masked = masked or plain
     extra = extra or masked
     light = light or extra
-    return Row(most, plain, masked, lists or masked, light, light_lists or light, dropout or light, bias or extra, extra)
+    return Row(
+        most, plain, masked, lists or masked, light, light_lists or light, dropout or light, bias or extra, extra
+    )
 
 
 # A kernel with a mask carries the careful products beside the fast ones, and ptxas gives a kernel one set of registers:

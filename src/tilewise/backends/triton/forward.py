@@ -48,6 +48,7 @@ from .primitives import (
     visited16,
     visits,
 )
+from .start import launch
 
 
 @triton.jit
@@ -264,14 +265,17 @@ def forward(r: Request) -> Output:
     assert o.lse is not None
     with on_device(r):
         lists, list_strides = p.lists(cfg)
-        forward_kernel[(tiles * pairs,)](
+        args = (
             r.q, r.k, r.v, o.out, o.lse, o.lse_low, o.max_logits, p.strides(r.q), p.strides(r.k), p.strides(r.v),
             p.strides(o.out), p.stat_strides(o.lse), p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs,
             min(p.section(), pairs), p.qk_scale, p.cap, *p.bias_args(), *p.alibi_args(), r.sinks, *p.dropout_args(),
-            lists, list_strides, p.mask_args, KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim, DV=r.dim_v,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
+            lists, list_strides,
+        )  # fmt: skip
+        launch(
+            forward_kernel, tiles * pairs, args, (p.mask_args,), KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim,
+            DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
             SOFTCAP=r.softcap is not None, REVERSE=p.mask.longest_first, BY_HEAD=p.by_head,
-            WIDE=p.wide(r.q, r.k, r.v, o.out),
-            UPCAST=p.upcast, PRECISION=p.precision, num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            WIDE=p.wide(r.q, r.k, r.v, o.out), UPCAST=p.upcast, PRECISION=p.precision, num_warps=cfg.num_warps,
+            num_stages=cfg.num_stages,
         )  # fmt: skip
     return o

@@ -12,6 +12,7 @@ from ...request import Request
 from .backward import dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel
 from .config import DBIAS, DELTA, DKDV, DQ
 from .launch import Problem, on_device
+from .start import launch
 
 
 def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
@@ -70,11 +71,13 @@ class _Backward:
         self.dsinks = self._partial(tiles) if wants_sinks else None
         dlse = self.dlse
         dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.ragged else dlse.stride()
-        delta_kernel[(tiles * r.batch * r.heads,)](
+        args = (
             self.out, self.dout, self.lse, dlse, self.delta, self.pivot, p.strides(self.out), p.strides(self.dout),
             self.stats, dlse_strides, p.cu_q, r.len_q, tiles, r.heads, r.sinks if wants_sinks else None, self.dsinks,
-            DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_DV=p.block_dv, UNIT=p.unit, WIDE=p.wide(self.out, self.dout),
-            num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+        )  # fmt: skip
+        launch(
+            delta_kernel, tiles * r.batch * r.heads, args, DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_DV=p.block_dv,
+            UNIT=p.unit, WIDE=p.wide(self.out, self.dout), num_warps=cfg.num_warps, num_stages=cfg.num_stages,
         )  # fmt: skip
 
     def _partial(self, tiles: int) -> Tensor:
@@ -107,12 +110,15 @@ class _Backward:
         lists, list_strides = p.lists(cfg, column=True)
         none = (0, 0, 0, 0)
         dk, dv = self.dk, self.dv
-        dkdv_kernel[(tiles * pairs,)](
+        args = (
             *self._inputs(), dk, dv, *self._input_strides(), none if dk is None else p.strides(dk),
             none if dv is None else p.strides(dv), self.stats, p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads,
             r.group, pairs, min(p.section(r.group), pairs), r.scale, p.qk_scale, p.cap, *p.bias_args(),
-            *p.alibi_args(), *p.dropout_args(), lists, list_strides, p.mask_args, REACH=p.mask.reach_q,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), num_warps=cfg.num_warps,
+            *p.alibi_args(), *p.dropout_args(), lists, list_strides,
+        )  # fmt: skip
+        launch(
+            dkdv_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_q, BLOCK_M=cfg.block_m,
+            BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), num_warps=cfg.num_warps,
             num_stages=cfg.num_stages,
         )  # fmt: skip
 
@@ -124,11 +130,14 @@ class _Backward:
         none = (0, 0, 0, 0)
         self.dalibi = self._partial(tiles) if "alibi" in self.needs else None
         dq, dbias = self.dq, self.dbias
-        dq_kernel[(tiles * pairs,)](
+        args = (
             *self._inputs(), dq, *self._input_strides(), none if dq is None else p.strides(dq), self.stats, p.cu_q,
             p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs, min(p.section(), pairs), r.scale, p.qk_scale,
             p.cap, *p.bias_args(), dbias, none if dbias is None else dbias.stride(), *p.alibi_args(), self.dalibi,
-            *p.dropout_args(), lists, list_strides, p.mask_args, REACH=p.mask.reach_k, REVERSE=p.mask.longest_first,
+            *p.dropout_args(), lists, list_strides,
+        )  # fmt: skip
+        launch(
+            dq_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_k, REVERSE=p.mask.longest_first,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), num_warps=cfg.num_warps,
             num_stages=cfg.num_stages,
         )  # fmt: skip
@@ -145,11 +154,14 @@ class _Backward:
         part = torch.empty(shape, dtype=bias.dtype if whole else torch.float32, device=r.device)
         if 0 in (rows, cols, n_b, r.batch):
             return torch.zeros_like(bias)
-        dbias_kernel[(n_b * n_h * rows * cols,)](
+        args = (
             *self._inputs(), *self._input_strides(), self.stats, p.cu_q, p.cu_k, r.len_q, r.len_k, rows, cols, r.heads,
-            r.group, r.batch, p.qk_scale, p.cap, *p.bias_args(), part, n_b, n_h, *p.dropout_args(), p.mask_args,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, SUM_ROWS=sum_rows, SUM_COLS=sum_cols, **self._constants(),
-            num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            r.group, r.batch, p.qk_scale, p.cap, *p.bias_args(), part, n_b, n_h, *p.dropout_args(),
+        )  # fmt: skip
+        launch(
+            dbias_kernel, n_b * n_h * rows * cols, args, (p.mask_args,), BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n,
+            SUM_ROWS=sum_rows, SUM_COLS=sum_cols, **self._constants(), num_warps=cfg.num_warps,
+            num_stages=cfg.num_stages,
         )  # fmt: skip
         over = [d for d, on in ((2, sum_rows), (3, sum_cols)) if on]
         return part.sum(over, keepdim=True).to(bias.dtype) if over else part

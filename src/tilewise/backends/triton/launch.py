@@ -17,6 +17,7 @@ from .config import BIAS, DROPOUT, EXTRA, LIGHT, LISTS, RANGES, Config
 from .lists import classify_kernel, list_kernel
 from .lower import Lowered, lower
 from .primitives import FOLDED, LOG2, NATURAL
+from .start import launch
 
 LOG2E = math.log2(math.e)
 _QUICK_CAP = 128.0  # of a softcap: times the 5e-7 of ``quick_tanh`` it is within the rounding of 16 bits
@@ -148,14 +149,18 @@ def tile_lists(r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool
     table, verdict = None, mask.verdict
     if mask.by_pair and lists.numel() and n:
         table = torch.empty(nb, nh, rows, cols, dtype=torch.int8, device=r.device)
-        classify_kernel[(table.numel(),)](table, *sizes, args, verdict, cfg.block_m, cfg.block_n)
+        launch(
+            classify_kernel, table.numel(), (table, *sizes), (args,), VERDICT=verdict, BLOCK_M=cfg.block_m,
+            BLOCK_N=cfg.block_n,
+        )  # fmt: skip
         verdict, args = None, ()  # the table says it: one list kernel for all such masks
     if others:
         # Of documents as many positions at a time as registers hold.
         chunk = 16 if config.interpreting() else 8192 // (cfg.block_m if column else cfg.block_n)
-        list_kernel[(nb * nh * others,)](
-            lists, table, *sizes, pitch, args, verdict, cfg.block_m, cfg.block_n, column, chunk, num_warps=8
-        )
+        launch(
+            list_kernel, nb * nh * others, (lists, table, *sizes, pitch), (args,), VERDICT=verdict, BLOCK_M=cfg.block_m,
+            BLOCK_N=cfg.block_n, COLUMN=column, CHUNK=chunk, num_warps=8,
+        )  # fmt: skip
     return lists, (lists.stride(0) if nb > 1 else 0, lists.stride(1) if nh > 1 else 0, lists.stride(2))
 
 

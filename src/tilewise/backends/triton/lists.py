@@ -113,9 +113,7 @@ def list_kernel(
     to = lists + offset64(pid, pitch)
     v = tl.zeros([CHUNK], tl.int32)
     if n > 0:  # no length may be 0 where tiles are judged
-        v = verdicts(
-            table, b, h, own, tl.arange(0, CHUNK), cols, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN
-        )
+        v = verdicts(table, b, h, own, tl.arange(0, CHUNK), cols, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN)
     n_full = tl.sum(tl.where(v == 2, 1, 0), 0)
     for x0 in range(CHUNK, n, CHUNK):
         x = x0 + tl.arange(0, CHUNK)

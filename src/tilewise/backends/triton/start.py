@@ -1,0 +1,91 @@
+"""Launching a kernel with little work on the host.
+
+Triton's own launch looks at each of some fifty arguments for what it would specialise, and compares every constant of
+the source: 80 us on the host of an H200, as long as a short kernel runs, and a backward has five. A kernel that was
+launched with such arguments before is found here by what these are, and called as that launch called it.
+
+The call is one of Triton 3.6; with another version, or on another GPU than one of NVIDIA, Triton launches.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+_VERSION = "3.6."
+_MOST = 4096  # launches that are remembered
+
+
+class Compiled(NamedTuple):
+    """A specialisation of a kernel, and how Triton's launcher calls it."""
+
+    call: Any
+    function: Any
+    how: tuple  # whether cooperative and dependent; no scratch memory; metadata; no hooks
+
+
+_known: dict[tuple, Compiled] = {}
+
+
+def launch(
+    kernel: Any, grid: int, args: tuple, masks: tuple = (), *, num_warps: int = 4, num_stages: int = 3, **constants: Any
+) -> None:
+    """``kernel[(grid,)](*args, *masks, **constants)`` on the current device and stream.
+
+    args: tensors, numbers, None, and tuples of numbers. masks: tuples of tensors and numbers, the parameters after
+    them. constants: the tl.constexpr parameters, which come last.
+    """
+    if not _is_known_here(kernel):
+        kernel[(grid,)](*args, *masks, **constants, num_warps=num_warps, num_stages=num_stages)
+        return
+    device = torch.cuda.current_device()
+    values, seen = _seen(args)
+    for m in masks:
+        of_mask, seen_of_mask = _seen(m)
+        values.append(tuple(of_mask))
+        seen.append(tuple(seen_of_mask))
+    last = tuple([constants[name] for name in kernel.arg_names[len(values) :]])
+    key = kernel, device, num_warps, num_stages, tuple(seen), last
+    found = _known.get(key)
+    if found is not None:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        found.call(grid, 1, 1, stream, found.function, *found.how, *values, *last)
+        return
+    compiled = kernel[(grid,)](*args, *masks, **constants, num_warps=num_warps, num_stages=num_stages)
+    run = compiled.run
+    if run.global_scratch_size == 0 and run.profile_scratch_size == 0:
+        if len(_known) >= _MOST:
+            _known.clear()
+        how = run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None
+        _known[key] = Compiled(run.launch, compiled.function, how)
+
+
+def _seen(args: tuple) -> tuple[list, list]:
+    """Arguments as the launcher takes them, and all of them that Triton may compile for."""
+    values, seen = [], []
+    for x in args:
+        if isinstance(x, Tensor):
+            address = x.data_ptr()
+            values.append(address)
+            seen.append((x.dtype, address % 16 == 0))
+        else:
+            values.append(x)
+            seen.append(x)
+    return values, seen
+
+
+def _is_known_here(kernel: Any) -> bool:
+    """Whether this launches as ``Compiled`` says, and nobody wants to hear of it."""
+    if not (_is_known_triton() and isinstance(kernel, triton.JITFunction)):
+        return False
+    return not (knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+@lru_cache
+def _is_known_triton() -> bool:
+    return triton.__version__.startswith(_VERSION) and torch.version.cuda is not None
