@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,8 +159,29 @@ class _Attention(torch.autograd.Function):
         return tuple(g if need else None for g, need in zip(grads, needs, strict=True)) + nothing
 
 
-# apply() asks for the signature at every call, and reading it from the function takes as long as launching a kernel.
-_Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # type: ignore[attr-defined]
+class _AllGiven(inspect.Signature):
+    """A signature of positional arguments without defaults, all of which are given.
+
+    apply() asks for the signature at every call and binds the arguments to it, which takes as long as several kernels.
+    """
+
+    def bind(self, *args: Any, **_: Any) -> Any:
+        return _Bound(args)
+
+
+class _Bound(NamedTuple):
+    args: tuple
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return {}
+
+    def apply_defaults(self) -> None:
+        pass
+
+
+_parameters = inspect.signature(_Attention.forward).parameters.values()
+_Attention.forward.__signature__ = _AllGiven(list(_parameters))  # type: ignore[attr-defined]
 
 
 class _OnceDifferentiable(torch.autograd.Function):
