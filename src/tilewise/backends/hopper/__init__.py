@@ -50,9 +50,7 @@ class HopperBackend(Backend):
         return launch.forward(r)
 
     def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
-        from ..triton.gradients import backward
-
-        return backward(r, saved, needs)
+        return launch.backward(r, saved, needs)
 
 
 def machine(device: torch.device) -> list[Reason]:

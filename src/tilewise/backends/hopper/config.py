@@ -28,3 +28,16 @@ def choose(dim: int, masked: bool, left: bool) -> Config:
     a mask it does not, and fp32 would spill: between tiles there, in the loop beside a window at D = 128.
     """
     return Config(block_n=128, stages=2, wide=masked and not (left and dim == 128))
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the backward kernel is cut up."""
+
+    block_m: int
+    stages: int
+
+
+def choose_backward(dim: int) -> BackwardConfig:
+    """The configuration for a head dim."""
+    return BackwardConfig(block_m=64, stages=2)

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...dispatch import Output
+from ...dispatch import Grads, Output, Saved
 from ...masks import All, Band, Lengths, Mask
 from ...request import NEG_INF, Request
 from . import config
 
+ORDERED = True
 _FAR = 2**29  # beyond every position, and sums of three of it fit 32 bits
 _LOG2E = math.log2(math.e)
 
@@ -149,31 +150,46 @@ class _Descriptor(NamedTuple):
     padding: str = "zero"
 
 
+class Tiled(NamedTuple):
+    """A tensor as TMA takes it: in tiles. The last stride is 1."""
+
+    x: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+    def descriptor(self) -> Any:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[self.x.dtype]
+        block = list(self.block)
+        one = len(block) == 1
+        layout = gl.NVMMASharedLayout(0, 32, 1) if one else gl.NVMMASharedLayout.get_default_for(block, element)
+        return TensorDescriptor(self.x, list(self.shape), [*self.strides, 1], block, layout)
+
+
+def tiled(x: Tensor, rows: int) -> Tiled:
+    """A (B, H, L, D) tensor in tiles of so many rows."""
+    return Tiled(x, tuple(x.shape), strides(x), (1, 1, rows, x.shape[3]))
+
+
 _compiled: dict[tuple, Compiled] = {}
 
 
-def _launch(grid: int, stream: int, key: tuple, tensors: tuple[Tensor, ...], lies: list[tuple], rest: tuple) -> None:
-    """``forward_kernel[(grid,)]`` of the tensors' descriptors and the rest. key: all that the code depends on."""
+def _launch(kernel: str, grid: int, stream: int, key: tuple, tensors: tuple[Tiled, ...], rest: tuple) -> None:
+    """``kernel[(grid,)]`` of the tensors' descriptors and the rest. key: what else the code depends on."""
     from triton import knobs
 
+    key = kernel, *key, *(t.block for t in tensors)
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook  # a profiler's
     if key in _compiled and not any(x.calls for x in hooks):
-        _compiled[key](grid, stream, lies, rest)
+        _compiled[key](grid, stream, [(t.x.data_ptr(), t.shape, t.strides) for t in tensors], rest)
         return
-    from .kernel import forward_kernel
+    from . import backward, kernel as forward
 
-    described = (descriptor(x, n) for x, n in zip(tensors, key[-1], strict=True))
-    _compiled[key] = Compiled(forward_kernel[(grid,)](*described, *rest, num_warps=4))
-
-
-def descriptor(x: Tensor, rows: int) -> Any:
-    """Of tiles of so many rows of a (B, H, L, D) tensor."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    block = [1, 1, rows, x.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
-    return TensorDescriptor(x, list(x.shape), [*strides(x), 1], block, layout)
+    fn = forward.forward_kernel if kernel == "forward" else backward.backward_kernel
+    _compiled[key] = Compiled(fn[(grid,)](*(t.descriptor() for t in tensors), *rest, num_warps=4))
 
 
 def forward(r: Request) -> Output:
@@ -200,14 +216,63 @@ def forward(r: Request) -> Output:
         lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
         counter = _counter(r.device, stream) if masked else None  # without, all tiles take as long
         q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
-        tensors = q, k, v, o.out
-        lies = [(x.data_ptr(), x.shape, strides(x)) for x in tensors]
+        tensors = tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n), tiled(o.out, config.ROWS)
         rest = (
             o.lse, o.max_logits, lengths, counter, r.heads, r.group, r.len_q, r.len_k, tiles, pairs,
-            min(section, pairs), tiles * pairs, low, high, r.scale * _LOG2E, q, k, v, *lies[0][2], *lies[1][2],
-            *lies[2][2], r.dim, cfg.block_n, cfg.stages, cfg.wide, left, right,
+            min(section, pairs), tiles * pairs, low, high, r.scale * _LOG2E, q, k, v,
+            *tensors[0].strides, *tensors[1].strides, *tensors[2].strides, r.dim, cfg.block_n, cfg.stages, cfg.wide,
+            left, right,
         )  # fmt: skip
-        rows = config.ROWS, cfg.block_n, cfg.block_n, config.ROWS
-        key = r.device.index, r.dtype, r.dim, left, right, r.want_max_logits, lengths is None or lengths.dtype, rows
-        _launch(min(processors(r.device), tiles * pairs), stream, key, tensors, lies, rest)
+        key = r.device.index, r.dtype, left, right, r.want_max_logits, lengths is None or lengths.dtype
+        _launch("forward", min(processors(r.device), tiles * pairs), stream, key, tensors, rest)
     return o
+
+
+def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
+    """Launch the backward."""
+    from ..triton import gradients
+    from .backward import finish_kernel, prepare_kernel
+
+    if needs != {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
+        return gradients.backward(r, saved, needs)
+    keep = kept(r.mask, r.len_q, r.len_k)
+    assert keep is not None
+    left, right = keep.low is not None, keep.high is not None
+    low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
+    masked = left or right or keep.lengths is not None
+    cfg = config.choose_backward(r.dim)
+    n_m, n_n = -(-r.len_q // cfg.block_m), -(-r.len_k // (2 * config.ROWS))
+    pairs, kv_pairs = r.batch * r.heads, r.batch * r.kv_heads
+    section = max(1, config.L2_BYTES // (8 * r.len_q * r.dim * r.group))
+    dq, dk, dv = (torch.empty_like(x) for x in (r.q, r.k, r.v))
+    with torch.cuda.device(r.device):
+        stream = torch._C._cuda_getCurrentRawStream(r.device.index)
+        lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
+        q, k, v, dout = (aligned(x) for x in (r.q, r.k, r.v, saved.dout if describable(saved.dout) else saved.dout.contiguous()))
+        f32 = dict(dtype=torch.float32, device=r.device)
+        sums = (torch.empty if ORDERED else torch.zeros)(pairs * n_m * cfg.block_m, r.dim, **f32)
+        stats = torch.empty(pairs * n_m * 2 * cfg.block_m, **f32)
+        turns = torch.empty(pairs * n_m + 1, dtype=torch.int32, device=r.device)
+        odd = torch.empty(pairs * n_m + kv_pairs * n_n * 2, dtype=torch.int8, device=r.device) if masked else None
+        prepare_kernel[(pairs * n_m,)](
+            saved.out, dout, saved.lse.contiguous(), saved.dlse, stats, None, turns, turns[-1:], saved.out.stride()[:3],
+            dout.stride()[:3], (0, 0, 0) if saved.dlse is None else saved.dlse.stride(), r.heads, r.len_q, n_m, r.dim,
+            cfg.block_m, num_warps=4,
+        )
+        tensors = (
+            tiled(q, cfg.block_m), tiled(k, 128), tiled(v, 128), tiled(dout, cfg.block_m),
+            Tiled(stats, (stats.numel(),), (), (2 * cfg.block_m,)),
+            Tiled(sums, tuple(sums.shape), (r.dim,), (cfg.block_m, r.dim)), tiled(dk, 64), tiled(dv, 64),
+        )
+        n_tiles = n_n * kv_pairs
+        rest = (
+            turns, turns[-1:], None if odd is None else odd[pairs * n_m :], lengths, r.kv_heads, r.group, r.len_q,
+            r.len_k, n_m, kv_pairs, min(section, kv_pairs), n_tiles, low, high, r.scale, r.scale * _LOG2E, r.dim,
+            cfg.block_m, cfg.stages, left, right, ORDERED,
+        )
+        key = r.device.index, r.dtype, left, right, lengths is None or lengths.dtype, masked, ORDERED, cfg
+        _launch("backward", min(processors(r.device), n_tiles), stream, key, tensors, rest)
+        finish_kernel[(pairs * n_m,)](
+            sums, turns, dq, odd, dq.stride()[:3], r.heads, r.len_q, n_m, r.scale, r.dim, cfg.block_m, num_warps=4
+        )
+    return Grads(dq, dk, dv)

@@ -1,0 +1,506 @@
+"""The backward kernels: dK and dV of a tile of keys stay in registers, tiles of queries stream past, dQ is added up.
+
+A program (one an SM) works on tiles of 128 keys, and for each on the tiles of queries that see them, of all query heads
+of the key head, from right to left. Scores are transposed: each of two consumer warp groups owns 64 keys, so that P^T
+and dS^T feed dV and dK as register operands. dS crosses to the other consumer through shared memory, for dQ, a step
+later: neither waits for the other. What runs beside the consumers:
+
+- the producer warp loads K and V of a tile, and Q, dO, lse and delta of every step;
+- the writer warp adds dQ of every step to fp32 sums in global memory, by TMA.
+
+Sums are repeatable bit for bit: the tiles of keys that a tile of queries sees add in order of number, and each waits
+for its turn. Work is handed out in this order, so whoever has its turn is at work. As all go from right to left and
+start one after the other, they seldom wait. The first stores instead of adding, so nothing needs zeros.
+
+Before, ``prepare_kernel`` takes delta and lse; after, ``finish_kernel`` rounds dQ.
+"""
+
+# No ``from __future__ import annotations``: Gluon reads the annotations.
+
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from . import config
+from .pipeline import (
+    Sizes,
+    await_empty,
+    await_full,
+    barriers,
+    fetch,
+    is_odd,
+    named_barrier,
+    place,
+    release,
+    ring,
+    staged,
+    tiles,
+    wgmma_layout,
+)
+
+ROWS = gl.constexpr(config.ROWS)
+BLOCK_N = gl.constexpr(2 * config.ROWS)
+INF = gl.constexpr(float("inf"))
+LOG2E = gl.constexpr(1.4426950408889634)
+# Named barriers. CROSSED + 2 * (step % 2) + w: the other consumer's dS is there for consumer w.
+CROSSED = gl.constexpr(8)
+SUM_FULL = gl.constexpr(12)  # dQ of both consumers is staged
+SUM_EMPTY = gl.constexpr(13)  # + w: consumer w may stage again
+
+
+# --- which tiles ----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def visits(j0, end, len_q, low, high, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):  # fmt: skip  # noqa: E501
+    """The tiles of queries that see keys j0 .. j0 + BLOCK_N, of which those from end on are hidden: (last, n)."""
+    first, stop = 0, len_q
+    if RIGHT:
+        first = max(j0 - high, 0) // BLOCK_M
+    if LEFT:
+        stop = max(min(min(j0 + BLOCK_N, end) - low, len_q), 0)
+    last = (stop + BLOCK_M - 1) // BLOCK_M - 1
+    n = max(last + 1 - first, 0)
+    if j0 >= end:
+        n = 0
+    return last, n
+
+
+@gluon.jit
+def turn(tile, i0, low, BLOCK_N: gl.constexpr, LEFT: gl.constexpr):
+    """How many tiles of keys add to dQ of rows i0 .. before this one."""
+    if LEFT:
+        return tile - max(i0 + low, 0) // BLOCK_N
+    else:
+        return tile
+
+
+@gluon.jit
+def unmasked(j0, end, len_q, low, high, BLOCK_M: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Tiles of queries that start at least and at most there see all of keys j0 .. j0 + BLOCK_N, and have all rows."""
+    lo, hi = 0, len_q - BLOCK_M
+    if RIGHT:
+        lo = j0 + BLOCK_N - 1 - high
+    if LEFT:
+        hi = min(hi, j0 + 1 - BLOCK_M - low)
+    if j0 + BLOCK_N > end:
+        hi = -1
+    return lo, hi
+
+
+@gluon.jit
+def work(t, z, lengths, BLOCK_M: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Work item t as (tile of keys, batch entry and key head, end of the keys, and what it ``visits``)."""
+    n_n = (z.len_k + BLOCK_N - 1) // BLOCK_N
+    back, pair = place(t, n_n, z.pairs, z.section, True)
+    tile = n_n - 1 - back
+    end = z.len_k
+    if lengths is not None:
+        end = max(min(gl.load(lengths + pair // z.heads).to(gl.int32), end), 0)
+    last, n = visits(tile * BLOCK_N, end, z.len_q, z.low, z.high, BLOCK_M, BLOCK_N, LEFT, RIGHT)
+    return tile, pair, end, last, n
+
+
+@aggregate
+class Steps:
+    """The buffers of the steps: a ring whose slots hold a tile of q, one of dO, and lse and delta of its rows."""
+
+    q: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    stats: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, do, stats, full, empty):
+        self.q, self.do, self.stats, self.full, self.empty = q, do, stats, full, empty
+
+
+# --- the producer ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def take(ticket, ids, done):
+    """The next work item: the lowest that nobody has taken. Only who runs takes one, so none waits for the unborn."""
+    t = gl.atomic_add(ticket, 1)
+    await_empty(ids, done, 2)
+    ids.data.index(done & 1).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(ids.full.index(done & 1), count=1)
+    return t
+
+
+@gluon.jit
+def taken(ids, done, WARPS: gl.constexpr):
+    await_full(ids, done, 2)
+    t = gl.max(ids.data.index(done & 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    release(ids, done & 1)
+    return t
+
+
+@gluon.jit
+def producer(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, steps, k, v, ids, ticket, lengths, z, n_tiles, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    it = gl.to_tensor(0)
+    used = gl.to_tensor(0)
+    done = gl.to_tensor(1)
+    t = take(ticket, ids, 0)
+    while t < n_tiles:
+        tile, pair, _end, last, n = work(t, z, lengths, BLOCK_M, LEFT, RIGHT)
+        b = pair // z.heads
+        kv = pair - b * z.heads
+        for g in range(z.group):
+            h = kv * z.group + g
+            for x in range(n):
+                m = last - x
+                slot = it % STAGES
+                await_empty(steps, it, STAGES)
+                full = steps.full.index(slot)
+                mbarrier.expect(full, 2 * BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
+                tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_M, 0], full, steps.q.index(slot))
+                if (g == 0) & (x == 0):  # the first Q is there before K is free
+                    await_empty(k, used, 1)
+                    fetch(k_desc, b, kv, tile * BLOCK_N, k, 0, BLOCK_N, D)
+                    await_empty(v, used, 1)
+                    fetch(v_desc, b, kv, tile * BLOCK_N, v, 0, BLOCK_N, D)
+                    used += 1
+                tma.async_copy_global_to_shared(do_desc, [b, h, m * BLOCK_M, 0], full, steps.do.index(slot))
+                at = ((pair * z.group + g) * z.n_m + m) * (2 * BLOCK_M)
+                tma.async_copy_global_to_shared(stats_desc, [at], full, steps.stats.index(slot))
+                it += 1
+        t = take(ticket, ids, done)
+        done += 1
+
+
+# --- the writer -----------------------------------------------------------------------------------
+
+
+@builtin
+def tma_add(desc, coord, src, _semantic=None):
+    """Add a tile in shared memory to one in global memory. Gluon 3.6 has the operation, but no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def seen(at):
+    asm: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
+    return gl.inline_asm_elementwise(asm, "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fence_proxy():
+    """Between what is seen and what TMA does next."""
+    asm: gl.constexpr = "fence.proxy.async; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(asm, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def publish(at, value):
+    """Once all that TMA wrote for this warp is written."""
+    asm: gl.constexpr = (
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; st.release.gpu.global.b32 [$1], $2; "
+        "mov.b32 $0, $2;"
+    )
+    gl.inline_asm_elementwise(asm, "=r,l,r", [at.to(gl.int64), value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def writer(
+    sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
+    done = gl.to_tensor(1)
+    t = taken(ids, 0, 1)
+    for w in gl.static_range(2):
+        named_barrier("arrive", SUM_EMPTY + w, 160)
+    while t < n_tiles:
+        tile, pair, _end, last, n = work(t, z, lengths, BLOCK_M, LEFT, RIGHT)
+        for g in range(z.group):
+            for x in range(n):
+                m = (pair * z.group + g) * z.n_m + last - x
+                mine = turn(tile, (last - x) * BLOCK_M, z.low, BLOCK_N, LEFT)
+                if ORDERED:
+                    while seen(turns + m) < mine:
+                        pass
+                    fence_proxy()
+                named_barrier("sync", SUM_FULL, 288)
+                if ORDERED:
+                    if mine == 0:
+                        tma.async_copy_shared_to_global(sum_desc, [m * BLOCK_M, 0], sums)
+                    else:
+                        tma_add(sum_desc, [m * BLOCK_M, 0], sums)
+                else:
+                    tma_add(sum_desc, [m * BLOCK_M, 0], sums)
+                tma.store_wait(0)
+                for w in gl.static_range(2):
+                    named_barrier("arrive", SUM_EMPTY + w, 160)
+                publish(turns + m, mine + 1)
+        t = taken(ids, done, 1)
+        done += 1
+
+
+# --- the consumers --------------------------------------------------------------------------------
+
+
+@gluon.jit
+def hidden_zero():
+    """A zero that the compiler does not see: what is indexed by it is not hoisted out of the loop, to be spilled."""
+    zero = gl.to_tensor(0)
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def start_dq(ds, k, it, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    """The product for dQ of step it: this consumer's half, of the rows where there are 128, else of the channels."""
+    COLS: gl.constexpr = D if BLOCK_M == 2 * ROWS else D // 2
+    a = ds.index(it & 1)
+    b = k.data.index(hidden_zero()).reshape([BLOCK_N, D])
+    if BLOCK_M == 2 * ROWS:
+        a = a.slice(W * ROWS, ROWS, dim=1)
+    else:
+        b = b.slice(W * COLS, COLS, dim=1)
+    zeros = gl.zeros([ROWS, COLS], gl.float32, wgmma_layout(COLS))
+    return warpgroup_mma(a.permute((1, 0)), b, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def stage_dq(dq, sums, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    named_barrier("sync", SUM_EMPTY + W, 160)
+    if BLOCK_M == 2 * ROWS:
+        staged(sums.slice(W * ROWS, ROWS, dim=0), dq)
+    else:
+        staged(sums.slice(W * (D // 2), D // 2, dim=1), dq)
+    named_barrier("arrive", SUM_FULL, 288)
+
+
+@gluon.jit
+def step(
+    dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """What the tile of queries from row i0 on adds to dK and dV; and dQ of the step before."""
+    S_LAYOUT: gl.constexpr = wgmma_layout(BLOCK_M)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(D), k_width=2)
+    zero = hidden_zero()
+    k_w = k.data.index(zero).reshape([BLOCK_N, D]).slice(W * ROWS, ROWS, dim=0)
+    v_w = v.data.index(zero).reshape([BLOCK_N, D]).slice(W * ROWS, ROWS, dim=0)
+    slot = it % STAGES
+    q = steps.q.index(slot).reshape([BLOCK_M, D])
+    do = steps.do.index(slot).reshape([BLOCK_M, D])
+    stats = steps.stats.index(slot)
+    await_full(steps, it, STAGES)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
+    s_run = warpgroup_mma(k_w, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp_run = warpgroup_mma(v_w, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = stats.slice(0, BLOCK_M, dim=0).load(gl.SliceLayout(0, S_LAYOUT))
+    s = warpgroup_mma_wait(1, deps=[s_run])
+    p = gl.exp2(s * qk_scale - lse[None, :])
+    if (i0 < open_from) | (i0 > open_to):
+        j = j0 + W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+        i = i0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, S_LAYOUT))
+        keep = (j < end)[:, None] & (i < z.len_q)[None, :]
+        if RIGHT:
+            keep = keep & (j[:, None] <= (i + z.high)[None, :])
+        if LEFT:
+            keep = keep & (j[:, None] >= (i + z.low)[None, :])
+        p = gl.where(keep, p, 0.0)
+    p_half = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
+    dv_run = warpgroup_mma(p_half, do, dv, is_async=True)
+    delta = stats.slice(BLOCK_M, BLOCK_M, dim=0).load(gl.SliceLayout(0, S_LAYOUT))
+    dp = warpgroup_mma_wait(1, deps=[dp_run])
+    d_s = (p * (dp - delta[None, :])).to(q.dtype)
+    if not FIRST:
+        named_barrier("sync", CROSSED + 2 * ((it - 1) & 1) + W, 256)
+    staged(ds.index(it & 1).slice(W * ROWS, ROWS, dim=0), d_s)
+    d_s_half = gl.convert_layout(d_s, P_LAYOUT)
+    if FIRST:
+        dk_run = warpgroup_mma(d_s_half, q, dk, is_async=True)
+        named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
+        dk, dv = warpgroup_mma_wait(0, deps=[dk_run, dv_run])
+    else:
+        dq_run = start_dq(ds, k, it - 1, W, BLOCK_M, D)
+        dk_run = warpgroup_mma(d_s_half, q, dk, is_async=True)
+        dq, dv = warpgroup_mma_wait(1, deps=[dq_run, dv_run])
+        # Only now: dS of the step after goes where that of the step before was read.
+        named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
+        stage_dq(dq, sums, W, BLOCK_M, D)
+        dk = warpgroup_mma_wait(0, deps=[dk_run])
+    release(steps, slot)
+    return dk, dv
+
+
+@gluon.jit
+def consumer(
+    W: gl.constexpr, dk_desc, dv_desc, steps, k, v, ds, sums, out, ids, odd, lengths, z, n_tiles, scale, qk_scale,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    LAYOUT: gl.constexpr = wgmma_layout(D)
+    stage = out.index(W).reshape([ROWS, D])
+    it = gl.to_tensor(0)
+    used = gl.to_tensor(0)
+    done = gl.to_tensor(1)
+    t = taken(ids, 0, 4)
+    while t < n_tiles:
+        tile, pair, end, last, n = work(t, z, lengths, BLOCK_M, LEFT, RIGHT)
+        b = pair // z.heads
+        kv = pair - b * z.heads
+        j0 = tile * BLOCK_N
+        i_last, i_first = last * BLOCK_M, (last + 1 - n) * BLOCK_M
+        open_from, open_to = unmasked(j0, end, z.len_q, z.low, z.high, BLOCK_M, LEFT, RIGHT)
+        total = n * z.group
+        dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+        dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+        if total > 0:
+            await_full(k, used, 1)
+            await_full(v, used, 1)
+            i0 = i_last
+            dk, dv = step(
+                dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M, STAGES, D, LEFT,
+                RIGHT, True,
+            )  # fmt: skip
+            for _ in range(1, total):
+                i0 = gl.where(i0 == i_first, i_last, i0 - BLOCK_M)
+                it += 1
+                dk, dv = step(
+                    dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M, STAGES, D, LEFT,
+                    RIGHT, False,
+                )  # fmt: skip
+            release(v, 0)
+            named_barrier("sync", CROSSED + 2 * (it & 1) + W, 256)
+            dq = warpgroup_mma_wait(0, deps=[start_dq(ds, k, it, W, BLOCK_M, D)])
+            release(k, 0)
+            stage_dq(dq, sums, W, BLOCK_M, D)
+            it += 1
+            used += 1
+        if odd is not None:
+            gl.store(odd + (pair * gl.cdiv(z.len_k, BLOCK_N) + tile) * 2 + W, (is_odd(dk) | is_odd(dv)).to(gl.int8))
+        tma.store_wait(0)
+        staged(stage, dv.to(stage.dtype))
+        tma.async_copy_shared_to_global(dv_desc, [b, kv, j0 + W * ROWS, 0], out.index(W))
+        t = taken(ids, done, 4)
+        done += 1
+        tma.store_wait(0)
+        staged(stage, (dk * scale).to(stage.dtype))
+        tma.async_copy_shared_to_global(dk_desc, [b, kv, j0 + W * ROWS, 0], out.index(W))
+    named_barrier("sync", SUM_EMPTY + W, 160)  # the writer's last
+    tma.store_wait(0)
+
+
+# The sizes are not specialised: a new length compiles nothing.
+@gluon.jit(
+    do_not_specialize=["odd", "lengths", "heads", "group", "len_q", "len_k", "n_m", "pairs", "section", "n_tiles", "low", "high"]
+)  # fmt: skip
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, sum_desc, dk_desc, dv_desc, turns, ticket, odd, lengths, heads, group,
+    len_q, len_k, n_m, pairs, section, n_tiles, low, high, scale, qk_scale, D: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    steps = Steps(
+        tiles(q_desc, STAGES, BLOCK_M, D), tiles(do_desc, STAGES, BLOCK_M, D),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], stats_desc.layout), barriers(STAGES, 1),
+        barriers(STAGES, 2),
+    )  # fmt: skip
+    k = ring(tiles(k_desc, 1, BLOCK_N, D), 1, 2)
+    v = ring(tiles(v_desc, 1, BLOCK_N, D), 1, 2)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
+    ds = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    sums = gl.allocate_shared_memory(gl.float32, [BLOCK_M, D], sum_desc.layout)
+    out = tiles(dk_desc, 2, ROWS, D)
+    ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 3)
+    fence_async_shared()
+    z = Sizes(heads, group, len_q, len_k, n_m, pairs, section, low, high)
+    gl.warp_specialize(
+        [
+            (
+                consumer,
+                (0, dk_desc, dv_desc, steps, k, v, ds, sums, out, ids, odd, lengths, z, n_tiles, scale, qk_scale,
+                 BLOCK_M, STAGES, D, LEFT, RIGHT),
+            ),
+            (
+                consumer,
+                (1, dk_desc, dv_desc, steps, k, v, ds, sums, out, ids, odd, lengths, z, n_tiles, scale, qk_scale,
+                 BLOCK_M, STAGES, D, LEFT, RIGHT),
+            ),
+            (
+                producer,
+                (q_desc, k_desc, v_desc, do_desc, stats_desc, steps, k, v, ids, ticket, lengths, z, n_tiles, BLOCK_M,
+                 STAGES, D, LEFT, RIGHT),
+            ),
+            (writer, (sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M, LEFT, RIGHT, ORDERED)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
+
+
+# --- before and after -----------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["heads", "len_q", "n_m"])
+def prepare_kernel(
+    out, dout, lse, dlse, stats, delta, turns, ticket, out_strides, dout_strides, dlse_strides, heads, len_q, n_m,
+    D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """stats of a tile of rows: lse in units of log2, then delta = rowsum(dO * O) - dlse. Nobody has had its turn.
+
+    Rows that there are not, and those without keys, get an lse of inf: P = exp2(S - lse) is 0.
+    """
+    pid = tl.program_id(0)
+    pair = pid // n_m
+    b, h = pair // heads, pair % heads
+    rows = tl.arange(0, BLOCK_M)
+    i = pid % n_m * BLOCK_M + rows
+    inside = i < len_q
+    at_out = out + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
+    at_dout = dout + b.to(tl.int64) * dout_strides[0] + h.to(tl.int64) * dout_strides[1]
+    channels = tl.arange(0, D)[None, :]
+    x = tl.load(at_out + i.to(tl.int64)[:, None] * out_strides[2] + channels, mask=inside[:, None], other=0.0)
+    y = tl.load(at_dout + i.to(tl.int64)[:, None] * dout_strides[2] + channels, mask=inside[:, None], other=0.0)
+    d = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+    if dlse is not None:
+        at_dlse = dlse + b.to(tl.int64) * dlse_strides[0] + h.to(tl.int64) * dlse_strides[1]
+        d -= tl.load(at_dlse + i.to(tl.int64) * dlse_strides[2], mask=inside, other=0.0)
+    at = pair.to(tl.int64) * len_q + i
+    row_lse = tl.load(lse + at, mask=inside, other=-INF)
+    at_stats = stats + pid.to(tl.int64) * (2 * BLOCK_M) + rows
+    tl.store(at_stats, tl.where(row_lse == -INF, INF, row_lse * LOG2E))
+    tl.store(at_stats + BLOCK_M, d)
+    if delta is not None:
+        tl.store(delta + at, d, mask=inside)
+    tl.store(turns + pid, 0)
+    if pid == 0:
+        tl.store(ticket, 0)
+
+
+@triton.jit(do_not_specialize=["heads", "len_q", "n_m"])
+def finish_kernel(
+    sums, turns, dq, odd, dq_strides, heads, len_q, n_m, scale, D: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """dQ of a tile of rows, 0 where nothing was added; and whether it is finite."""
+    pid = tl.program_id(0)
+    pair = pid // n_m
+    b, h = pair // heads, pair % heads
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    channels = tl.arange(0, D)[None, :]
+    added = tl.load(turns + pid) > 0
+    i = pid % n_m * BLOCK_M + rows
+    inside = i < len_q
+    x = tl.load(sums + pid.to(tl.int64) * (BLOCK_M * D) + rows * D + channels, mask=inside & added, other=0.0)
+    at = dq + b.to(tl.int64) * dq_strides[0] + h.to(tl.int64) * dq_strides[1]
+    tl.store(at + i.to(tl.int64) * dq_strides[2] + channels, (x * scale).to(dq.dtype.element_ty), mask=inside)
+    if odd is not None:
+        total = tl.sum(tl.sum(x * 0.0, 1), 0)
+        tl.store(odd + pid, (total != total).to(tl.int8))
