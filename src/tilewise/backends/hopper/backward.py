@@ -87,13 +87,13 @@ def turn(tile, i0, low, BLOCK_N: gl.constexpr, LEFT: gl.constexpr):
 
 
 @gluon.jit
-def unmasked(j0, end, len_q, low, high, BLOCK_M: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Tiles of queries that start at least and at most there see all of keys j0 .. j0 + BLOCK_N, and have all rows."""
-    lo, hi = 0, len_q - BLOCK_M
+def unmasked(j0, end, len_q, low, high, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """64 queries that start at least and at most there see all of keys j0 .. j0 + BLOCK_N, and there are as many."""
+    lo, hi = 0, len_q - ROWS
     if RIGHT:
         lo = j0 + BLOCK_N - 1 - high
     if LEFT:
-        hi = min(hi, j0 + 1 - BLOCK_M - low)
+        hi = min(hi, j0 + 1 - ROWS - low)
     if j0 + BLOCK_N > end:
         hi = -1
     return lo, hi
@@ -211,8 +211,7 @@ def fence_proxy():
 def publish(at, value):
     """Once all that TMA wrote for this warp is written."""
     asm: gl.constexpr = (
-        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; st.release.gpu.global.b32 [$1], $2; "
-        "mov.b32 $0, $2;"
+        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;"
     )
     gl.inline_asm_elementwise(asm, "=r,l,r", [at.to(gl.int64), value], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -229,25 +228,34 @@ def writer(
     while t < n_tiles:
         tile, pair, _end, last, n = work(t, z, lengths, BLOCK_M, LEFT, RIGHT)
         for g in range(z.group):
+            head = (pair * z.group + g) * z.n_m
+            now = gl.to_tensor(0)
             for x in range(n):
-                m = (pair * z.group + g) * z.n_m + last - x
-                mine = turn(tile, (last - x) * BLOCK_M, z.low, BLOCK_N, LEFT)
+                m = last - x
+                mine = turn(tile, m * BLOCK_M, z.low, BLOCK_N, LEFT)
+                at = turns + head + m
                 if ORDERED:
-                    while seen(turns + m) < mine:
-                        pass
+                    if x == 0:
+                        now = seen(at)
+                    while now < mine:
+                        now = seen(at)
                     fence_proxy()
                 named_barrier("sync", SUM_FULL, 288)
                 if ORDERED:
                     if mine == 0:
-                        tma.async_copy_shared_to_global(sum_desc, [m * BLOCK_M, 0], sums)
+                        tma.async_copy_shared_to_global(sum_desc, [(head + m) * BLOCK_M, 0], sums)
                     else:
-                        tma_add(sum_desc, [m * BLOCK_M, 0], sums)
+                        tma_add(sum_desc, [(head + m) * BLOCK_M, 0], sums)
+                    now = seen(turns + head + max(m - 1, 0))  # the next turn: known by when this one is over
                 else:
-                    tma_add(sum_desc, [m * BLOCK_M, 0], sums)
+                    tma_add(sum_desc, [(head + m) * BLOCK_M, 0], sums)
                 tma.store_wait(0)
                 for w in gl.static_range(2):
                     named_barrier("arrive", SUM_EMPTY + w, 160)
-                publish(turns + m, mine + 1)
+                if ORDERED:
+                    publish(at, mine + 1)
+                else:
+                    gl.store(at, 1)
         t = taken(ids, done, 1)
         done += 1
 
@@ -287,12 +295,30 @@ def stage_dq(dq, sums, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def probabilities(s, lse, i0, j0, end, open_from, open_to, z, qk_scale, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """P^T (64, 64) of keys from j0 and queries from i0 on."""
+    p = gl.exp2(s * qk_scale - lse[None, :])
+    if (i0 < open_from) | (i0 > open_to):
+        j = j0 + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
+        i = i0 + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
+        keep = (j < end)[:, None] & (i < z.len_q)[None, :]
+        if RIGHT:
+            keep = keep & (j[:, None] <= (i + z.high)[None, :])
+        if LEFT:
+            keep = keep & (j[:, None] >= (i + z.low)[None, :])
+        p = gl.where(keep, p, 0.0)
+    return p
+
+
+@gluon.jit
 def step(
     dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, FIRST: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    FIRST: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """What the tile of queries from row i0 on adds to dK and dV; and dQ of the step before."""
-    S_LAYOUT: gl.constexpr = wgmma_layout(BLOCK_M)
+    PARTS: gl.constexpr = BLOCK_M // ROWS
+    LAYOUT: gl.constexpr = wgmma_layout(ROWS)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(D), k_width=2)
     zero = hidden_zero()
     k_w = k.data.index(zero).reshape([BLOCK_N, D]).slice(W * ROWS, ROWS, dim=0)
@@ -301,43 +327,65 @@ def step(
     q = steps.q.index(slot).reshape([BLOCK_M, D])
     do = steps.do.index(slot).reshape([BLOCK_M, D])
     stats = steps.stats.index(slot)
+    dtype: gl.constexpr = q.dtype
     await_full(steps, it, STAGES)
-    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
-    s_run = warpgroup_mma(k_w, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dp_run = warpgroup_mma(v_w, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    lse = stats.slice(0, BLOCK_M, dim=0).load(gl.SliceLayout(0, S_LAYOUT))
-    s = warpgroup_mma_wait(1, deps=[s_run])
-    p = gl.exp2(s * qk_scale - lse[None, :])
-    if (i0 < open_from) | (i0 > open_to):
-        j = j0 + W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-        i = i0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, S_LAYOUT))
-        keep = (j < end)[:, None] & (i < z.len_q)[None, :]
-        if RIGHT:
-            keep = keep & (j[:, None] <= (i + z.high)[None, :])
-        if LEFT:
-            keep = keep & (j[:, None] >= (i + z.low)[None, :])
-        p = gl.where(keep, p, 0.0)
-    p_half = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
-    dv_run = warpgroup_mma(p_half, do, dv, is_async=True)
-    delta = stats.slice(BLOCK_M, BLOCK_M, dim=0).load(gl.SliceLayout(0, S_LAYOUT))
-    dp = warpgroup_mma_wait(1, deps=[dp_run])
-    d_s = (p * (dp - delta[None, :])).to(q.dtype)
-    if not FIRST:
-        named_barrier("sync", CROSSED + 2 * ((it - 1) & 1) + W, 256)
-    staged(ds.index(it & 1).slice(W * ROWS, ROWS, dim=0), d_s)
-    d_s_half = gl.convert_layout(d_s, P_LAYOUT)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    s_run = warpgroup_mma(k_w, q.slice(0, ROWS, dim=0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp_run = warpgroup_mma(v_w, do.slice(0, ROWS, dim=0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    following = s_run
+    first = s_run
+    for part in gl.static_range(PARTS):
+        if part + 1 < PARTS:  # scores of the next part run beside the exponentials of this one
+            q_next = q.slice((part + 1) * ROWS, ROWS, dim=0).permute((1, 0))
+            following = warpgroup_mma(k_w, q_next, zeros, use_acc=False, is_async=True)
+        lse = stats.slice(part * ROWS, ROWS, dim=0).load(gl.SliceLayout(0, LAYOUT))
+        s = warpgroup_mma_wait(PARTS, deps=[s_run])
+        p = probabilities(
+            s, lse, i0 + part * ROWS, j0 + W * ROWS, end, open_from, open_to, z, qk_scale, LEFT, RIGHT
+        )  # fmt: skip
+        do_part = do.slice(part * ROWS, ROWS, dim=0)
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), P_LAYOUT), do_part, dv, is_async=True)
+        delta = stats.slice(BLOCK_M + part * ROWS, ROWS, dim=0).load(gl.SliceLayout(0, LAYOUT))
+        dp = warpgroup_mma_wait(2 if part + 1 < PARTS else 1 + (VARIANT == 1) * (part > 0) * 0, deps=[dp_run])
+        d_s = (p * (dp - delta[None, :])).to(dtype)
+        if VARIANT == 1:
+            dk = warpgroup_mma(gl.convert_layout(d_s, P_LAYOUT), q.slice(part * ROWS, ROWS, dim=0), dk, is_async=True)
+        if part + 1 < PARTS:
+            do_next = do.slice((part + 1) * ROWS, ROWS, dim=0).permute((1, 0))
+            dp_run = warpgroup_mma(v_w, do_next, zeros, use_acc=False, is_async=True)
+            s_run = following
+        if part == 0:
+            if not FIRST:
+                named_barrier("sync", CROSSED + 2 * ((it - 1) & 1) + W, 256)
+            first = d_s
+        crossing = ds.index(it & 1).slice(W * ROWS, ROWS, dim=0)
+        if PARTS > 1:
+            crossing = crossing.slice(part * ROWS, ROWS, dim=1)
+        crossing.store(d_s)
+    fence_async_shared()
     if FIRST:
-        dk_run = warpgroup_mma(d_s_half, q, dk, is_async=True)
-        named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
-        dk, dv = warpgroup_mma_wait(0, deps=[dk_run, dv_run])
+        dq_run = s_run
     else:
         dq_run = start_dq(ds, k, it - 1, W, BLOCK_M, D)
-        dk_run = warpgroup_mma(d_s_half, q, dk, is_async=True)
-        dq, dv = warpgroup_mma_wait(1, deps=[dq_run, dv_run])
+    if PARTS > 1 and VARIANT != 1:
+        q_first = q.slice(0, ROWS, dim=0)
+        dk = warpgroup_mma(gl.convert_layout(first, P_LAYOUT), q_first, dk, is_async=True)
+    if VARIANT != 1:
+        q_last = q.slice((PARTS - 1) * ROWS, ROWS, dim=0)
+        dk = warpgroup_mma(gl.convert_layout(d_s, P_LAYOUT), q_last, dk, is_async=True)
+    if FIRST:
+        named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
+        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    else:
+        if VARIANT == 1:
+            dq, dv, dk = warpgroup_mma_wait(0, deps=[dq_run, dv, dk])
+        else:
+            dq, dv = warpgroup_mma_wait(PARTS, deps=[dq_run, dv])
         # Only now: dS of the step after goes where that of the step before was read.
         named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
         stage_dq(dq, sums, W, BLOCK_M, D)
-        dk = warpgroup_mma_wait(0, deps=[dk_run])
+        if VARIANT != 1:
+            dk = warpgroup_mma_wait(0, deps=[dk])
     release(steps, slot)
     return dk, dv
 
@@ -346,6 +394,7 @@ def step(
 def consumer(
     W: gl.constexpr, dk_desc, dv_desc, steps, k, v, ds, sums, out, ids, odd, lengths, z, n_tiles, scale, qk_scale,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    VARIANT: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = wgmma_layout(D)
     stage = out.index(W).reshape([ROWS, D])
@@ -359,7 +408,7 @@ def consumer(
         kv = pair - b * z.heads
         j0 = tile * BLOCK_N
         i_last, i_first = last * BLOCK_M, (last + 1 - n) * BLOCK_M
-        open_from, open_to = unmasked(j0, end, z.len_q, z.low, z.high, BLOCK_M, LEFT, RIGHT)
+        open_from, open_to = unmasked(j0, end, z.len_q, z.low, z.high, LEFT, RIGHT)
         total = n * z.group
         dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
@@ -369,14 +418,14 @@ def consumer(
             i0 = i_last
             dk, dv = step(
                 dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M, STAGES, D, LEFT,
-                RIGHT, True,
+                RIGHT, True, VARIANT,
             )  # fmt: skip
             for _ in range(1, total):
                 i0 = gl.where(i0 == i_first, i_last, i0 - BLOCK_M)
                 it += 1
                 dk, dv = step(
                     dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M, STAGES, D, LEFT,
-                    RIGHT, False,
+                    RIGHT, False, VARIANT,
                 )  # fmt: skip
             release(v, 0)
             named_barrier("sync", CROSSED + 2 * (it & 1) + W, 256)
@@ -401,12 +450,14 @@ def consumer(
 
 # The sizes are not specialised: a new length compiles nothing.
 @gluon.jit(
-    do_not_specialize=["odd", "lengths", "heads", "group", "len_q", "len_k", "n_m", "pairs", "section", "n_tiles", "low", "high"]
+    do_not_specialize=[
+        "ticket", "odd", "lengths", "heads", "group", "len_q", "len_k", "n_m", "pairs", "section", "n_tiles", "low", "high",
+    ]
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sum_desc, dk_desc, dv_desc, turns, ticket, odd, lengths, heads, group,
     len_q, len_k, n_m, pairs, section, n_tiles, low, high, scale, qk_scale, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr,
+    STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     steps = Steps(
         tiles(q_desc, STAGES, BLOCK_M, D), tiles(do_desc, STAGES, BLOCK_M, D),
@@ -427,12 +478,12 @@ def backward_kernel(
             (
                 consumer,
                 (0, dk_desc, dv_desc, steps, k, v, ds, sums, out, ids, odd, lengths, z, n_tiles, scale, qk_scale,
-                 BLOCK_M, STAGES, D, LEFT, RIGHT),
+                 BLOCK_M, STAGES, D, LEFT, RIGHT, VARIANT),
             ),
             (
                 consumer,
                 (1, dk_desc, dv_desc, steps, k, v, ds, sums, out, ids, odd, lengths, z, n_tiles, scale, qk_scale,
-                 BLOCK_M, STAGES, D, LEFT, RIGHT),
+                 BLOCK_M, STAGES, D, LEFT, RIGHT, VARIANT),
             ),
             (
                 producer,

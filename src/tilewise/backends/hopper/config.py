@@ -40,4 +40,4 @@ class BackwardConfig:
 
 def choose_backward(dim: int) -> BackwardConfig:
     """The configuration for a head dim."""
-    return BackwardConfig(block_m=64, stages=2)
+    return BackwardConfig(block_m=64 if dim == 128 else 128, stages=2)

@@ -17,6 +17,7 @@ from ...request import NEG_INF, Request
 from . import config
 
 ORDERED = True
+VARIANT = 0
 _FAR = 2**29  # beyond every position, and sums of three of it fit 32 bits
 _LOG2E = math.log2(math.e)
 
@@ -268,9 +269,9 @@ def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
         rest = (
             turns, turns[-1:], None if odd is None else odd[pairs * n_m :], lengths, r.kv_heads, r.group, r.len_q,
             r.len_k, n_m, kv_pairs, min(section, kv_pairs), n_tiles, low, high, r.scale, r.scale * _LOG2E, r.dim,
-            cfg.block_m, cfg.stages, left, right, ORDERED,
+            cfg.block_m, cfg.stages, left, right, ORDERED, VARIANT,
         )
-        key = r.device.index, r.dtype, left, right, lengths is None or lengths.dtype, masked, ORDERED, cfg
+        key = r.device.index, r.dtype, left, right, lengths is None or lengths.dtype, masked, ORDERED, VARIANT, cfg
         _launch("backward", min(processors(r.device), n_tiles), stream, key, tensors, rest)
         finish_kernel[(pairs * n_m,)](
             sums, turns, dq, odd, dq.stride()[:3], r.heads, r.len_q, n_m, r.scale, r.dim, cfg.block_m, num_warps=4
