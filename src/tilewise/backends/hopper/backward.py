@@ -53,10 +53,10 @@ ROWS = gl.constexpr(config.ROWS)
 BLOCK_N = gl.constexpr(2 * config.ROWS)
 INF = gl.constexpr(float("inf"))
 LOG2E = gl.constexpr(1.4426950408889634)
-# Named barriers. CROSSED + 2 * (step % 2) + w: the other consumer's dS is there for consumer w.
-CROSSED = gl.constexpr(8)
-SUM_FULL = gl.constexpr(12)  # dQ of both consumers is staged
-SUM_EMPTY = gl.constexpr(13)  # + w: consumer w may stage again
+# Named barriers, each two for steps of an even and an odd number. CROSSED, SUM_EMPTY: + w, for consumer w.
+SUM_FULL = gl.constexpr(6)  # dQ of both consumers is staged
+CROSSED = gl.constexpr(8)  # the other consumer's dS is there
+SUM_EMPTY = gl.constexpr(12)  # it may stage its dQ
 
 
 # --- which tiles ----------------------------------------------------------------------------------
@@ -154,13 +154,17 @@ def producer(
     STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     it = gl.to_tensor(0)
-    used = gl.to_tensor(0)
     done = gl.to_tensor(1)
     t = take(ticket, ids, 0)
     while t < n_tiles:
         tile, pair, _end, last, n = work(t, z, lengths, BLOCK_M, LEFT, RIGHT)
         b = pair // z.heads
         kv = pair - b * z.heads
+        if n == 0:  # the consumers stage dK and dV in the place of V
+            await_empty(k, done - 1, 1)
+            fetch(k_desc, b, kv, tile * BLOCK_N, k, 0, BLOCK_N, D)
+            await_empty(v, done - 1, 1)
+            fetch(v_desc, b, kv, tile * BLOCK_N, v, 0, BLOCK_N, D)
         for g in range(z.group):
             h = kv * z.group + g
             for x in range(n):
@@ -171,11 +175,10 @@ def producer(
                 mbarrier.expect(full, 2 * BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
                 tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_M, 0], full, steps.q.index(slot))
                 if (g == 0) & (x == 0):  # the first Q is there before K is free
-                    await_empty(k, used, 1)
+                    await_empty(k, done - 1, 1)
                     fetch(k_desc, b, kv, tile * BLOCK_N, k, 0, BLOCK_N, D)
-                    await_empty(v, used, 1)
+                    await_empty(v, done - 1, 1)
                     fetch(v_desc, b, kv, tile * BLOCK_N, v, 0, BLOCK_N, D)
-                    used += 1
                 tma.async_copy_global_to_shared(do_desc, [b, h, m * BLOCK_M, 0], full, steps.do.index(slot))
                 at = ((pair * z.group + g) * z.n_m + m) * (2 * BLOCK_M)
                 tma.async_copy_global_to_shared(stats_desc, [at], full, steps.stats.index(slot))
@@ -222,8 +225,9 @@ def writer(
     ORDERED: gl.constexpr,
 ):  # fmt: skip
     done = gl.to_tensor(1)
+    it = gl.to_tensor(0)
     t = taken(ids, 0, 1)
-    for w in gl.static_range(2):
+    for w in gl.static_range(4):
         named_barrier("arrive", SUM_EMPTY + w, 160)
     while t < n_tiles:
         tile, pair, _end, last, n = work(t, z, lengths, BLOCK_M, LEFT, RIGHT)
@@ -240,18 +244,20 @@ def writer(
                     while now < mine:
                         now = seen(at)
                     fence_proxy()
-                named_barrier("sync", SUM_FULL, 288)
+                staged_dq = sums.index(it & 1)
+                named_barrier("sync", SUM_FULL + (it & 1), 288)
                 if ORDERED:
                     if mine == 0:
-                        tma.async_copy_shared_to_global(sum_desc, [(head + m) * BLOCK_M, 0], sums)
+                        tma.async_copy_shared_to_global(sum_desc, [(head + m) * BLOCK_M, 0], staged_dq)
                     else:
-                        tma_add(sum_desc, [(head + m) * BLOCK_M, 0], sums)
+                        tma_add(sum_desc, [(head + m) * BLOCK_M, 0], staged_dq)
                     now = seen(turns + head + max(m - 1, 0))  # the next turn: known by when this one is over
                 else:
-                    tma_add(sum_desc, [(head + m) * BLOCK_M, 0], sums)
+                    tma_add(sum_desc, [(head + m) * BLOCK_M, 0], staged_dq)
                 tma.store_wait(0)
                 for w in gl.static_range(2):
-                    named_barrier("arrive", SUM_EMPTY + w, 160)
+                    named_barrier("arrive", SUM_EMPTY + 2 * (it & 1) + w, 160)
+                it += 1
                 if ORDERED:
                     publish(at, mine + 1)
                 else:
@@ -285,13 +291,14 @@ def start_dq(ds, k, it, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr)
 
 
 @gluon.jit
-def stage_dq(dq, sums, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr):
-    named_barrier("sync", SUM_EMPTY + W, 160)
+def stage_dq(dq, sums, it, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    named_barrier("sync", SUM_EMPTY + 2 * (it & 1) + W, 160)
+    stage = sums.index(it & 1)
     if BLOCK_M == 2 * ROWS:
-        staged(sums.slice(W * ROWS, ROWS, dim=0), dq)
+        staged(stage.slice(W * ROWS, ROWS, dim=0), dq)
     else:
-        staged(sums.slice(W * (D // 2), D // 2, dim=1), dq)
-    named_barrier("arrive", SUM_FULL, 288)
+        staged(stage.slice(W * (D // 2), D // 2, dim=1), dq)
+    named_barrier("arrive", SUM_FULL + (it & 1), 288)
 
 
 @gluon.jit
@@ -333,73 +340,74 @@ def step(
     s_run = warpgroup_mma(k_w, q.slice(0, ROWS, dim=0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp_run = warpgroup_mma(v_w, do.slice(0, ROWS, dim=0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     following = s_run
-    first = s_run
+    dq_run = s_run
+    EARLY: gl.constexpr = (VARIANT == 2) & (not FIRST)
     for part in gl.static_range(PARTS):
         if part + 1 < PARTS:  # scores of the next part run beside the exponentials of this one
             q_next = q.slice((part + 1) * ROWS, ROWS, dim=0).permute((1, 0))
             following = warpgroup_mma(k_w, q_next, zeros, use_acc=False, is_async=True)
+            if EARLY:
+                named_barrier("sync", CROSSED + 2 * ((it - 1) & 1) + W, 256)
+                dq_run = start_dq(ds, k, it - 1, W, BLOCK_M, D)
         lse = stats.slice(part * ROWS, ROWS, dim=0).load(gl.SliceLayout(0, LAYOUT))
-        s = warpgroup_mma_wait(PARTS, deps=[s_run])
+        s = warpgroup_mma_wait(PARTS + 1 if EARLY else PARTS, deps=[s_run])
         p = probabilities(
             s, lse, i0 + part * ROWS, j0 + W * ROWS, end, open_from, open_to, z, qk_scale, LEFT, RIGHT
         )  # fmt: skip
         do_part = do.slice(part * ROWS, ROWS, dim=0)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), P_LAYOUT), do_part, dv, is_async=True)
         delta = stats.slice(BLOCK_M + part * ROWS, ROWS, dim=0).load(gl.SliceLayout(0, LAYOUT))
-        dp = warpgroup_mma_wait(2 if part + 1 < PARTS else 1 + (VARIANT == 1) * (part > 0) * 0, deps=[dp_run])
+        if part + 1 < PARTS:
+            dp = warpgroup_mma_wait(3 if EARLY else 2, deps=[dp_run])
+        elif EARLY:
+            dp, dq_run = warpgroup_mma_wait(1, deps=[dp_run, dq_run])
+        else:
+            dp = warpgroup_mma_wait(1, deps=[dp_run])
         d_s = (p * (dp - delta[None, :])).to(dtype)
-        if VARIANT == 1:
-            dk = warpgroup_mma(gl.convert_layout(d_s, P_LAYOUT), q.slice(part * ROWS, ROWS, dim=0), dk, is_async=True)
         if part + 1 < PARTS:
             do_next = do.slice((part + 1) * ROWS, ROWS, dim=0).permute((1, 0))
             dp_run = warpgroup_mma(v_w, do_next, zeros, use_acc=False, is_async=True)
             s_run = following
-        if part == 0:
-            if not FIRST:
-                named_barrier("sync", CROSSED + 2 * ((it - 1) & 1) + W, 256)
             first = d_s
+        if part == 0 and not FIRST and not EARLY:
+            named_barrier("sync", CROSSED + 2 * ((it - 1) & 1) + W, 256)
         crossing = ds.index(it & 1).slice(W * ROWS, ROWS, dim=0)
         if PARTS > 1:
             crossing = crossing.slice(part * ROWS, ROWS, dim=1)
         crossing.store(d_s)
     fence_async_shared()
-    if FIRST:
-        dq_run = s_run
+    if EARLY or FIRST:
+        named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
     else:
         dq_run = start_dq(ds, k, it - 1, W, BLOCK_M, D)
-    if PARTS > 1 and VARIANT != 1:
-        q_first = q.slice(0, ROWS, dim=0)
-        dk = warpgroup_mma(gl.convert_layout(first, P_LAYOUT), q_first, dk, is_async=True)
-    if VARIANT != 1:
-        q_last = q.slice((PARTS - 1) * ROWS, ROWS, dim=0)
-        dk = warpgroup_mma(gl.convert_layout(d_s, P_LAYOUT), q_last, dk, is_async=True)
-    if FIRST:
-        named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
-        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    else:
-        if VARIANT == 1:
-            dq, dv, dk = warpgroup_mma_wait(0, deps=[dq_run, dv, dk])
+    if PARTS > 1:
+        dk = warpgroup_mma(gl.convert_layout(first, P_LAYOUT), q.slice(0, ROWS, dim=0), dk, is_async=True)
+    q_last = q.slice((PARTS - 1) * ROWS, ROWS, dim=0)
+    dk = warpgroup_mma(gl.convert_layout(d_s, P_LAYOUT), q_last, dk, is_async=True)
+    if not FIRST:
+        if EARLY:
+            dq = dq_run
         else:
             dq, dv = warpgroup_mma_wait(PARTS, deps=[dq_run, dv])
-        # Only now: dS of the step after goes where that of the step before was read.
-        named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
-        stage_dq(dq, sums, W, BLOCK_M, D)
-        if VARIANT != 1:
-            dk = warpgroup_mma_wait(0, deps=[dk])
+            # Only now: dS of the step after goes where that of the step before was read.
+            named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
+        stage_dq(dq, sums, it - 1, W, BLOCK_M, D)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     release(steps, slot)
     return dk, dv
 
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, dk_desc, dv_desc, steps, k, v, ds, sums, out, ids, odd, lengths, z, n_tiles, scale, qk_scale,
+    W: gl.constexpr, dk_desc, dv_desc, steps, k, v, ds, sums, ids, odd, lengths, z, n_tiles, scale, qk_scale,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     VARIANT: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = wgmma_layout(D)
-    stage = out.index(W).reshape([ROWS, D])
+    # This consumer's rows of V: nobody else reads them, and after its last dP nor does it.
+    v_w = v.data.index(0).slice(W * ROWS, ROWS, dim=2)
+    stage = v.data.index(0).reshape([BLOCK_N, D]).slice(W * ROWS, ROWS, dim=0)
     it = gl.to_tensor(0)
-    used = gl.to_tensor(0)
     done = gl.to_tensor(1)
     t = taken(ids, 0, 4)
     while t < n_tiles:
@@ -412,40 +420,40 @@ def consumer(
         total = n * z.group
         dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+        await_full(k, done - 1, 1)
+        await_full(v, done - 1, 1)
         if total > 0:
-            await_full(k, used, 1)
-            await_full(v, used, 1)
             i0 = i_last
             dk, dv = step(
-                dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M, STAGES, D, LEFT,
-                RIGHT, True, VARIANT,
+                dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M, STAGES, D,
+                LEFT, RIGHT, True, VARIANT,
             )  # fmt: skip
             for _ in range(1, total):
                 i0 = gl.where(i0 == i_first, i_last, i0 - BLOCK_M)
                 it += 1
                 dk, dv = step(
-                    dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M, STAGES, D, LEFT,
-                    RIGHT, False, VARIANT,
+                    dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M,
+                    STAGES, D, LEFT, RIGHT, False, VARIANT,
                 )  # fmt: skip
-            release(v, 0)
+        staged(stage, dv.to(stage.dtype))
+        tma.async_copy_shared_to_global(dv_desc, [b, kv, j0 + W * ROWS, 0], v_w)
+        if total > 0:
             named_barrier("sync", CROSSED + 2 * (it & 1) + W, 256)
             dq = warpgroup_mma_wait(0, deps=[start_dq(ds, k, it, W, BLOCK_M, D)])
-            release(k, 0)
-            stage_dq(dq, sums, W, BLOCK_M, D)
+            stage_dq(dq, sums, it, W, BLOCK_M, D)
             it += 1
-            used += 1
+        release(k, 0)
         if odd is not None:
             gl.store(odd + (pair * gl.cdiv(z.len_k, BLOCK_N) + tile) * 2 + W, (is_odd(dk) | is_odd(dv)).to(gl.int8))
         tma.store_wait(0)
-        staged(stage, dv.to(stage.dtype))
-        tma.async_copy_shared_to_global(dv_desc, [b, kv, j0 + W * ROWS, 0], out.index(W))
-        t = taken(ids, done, 4)
-        done += 1
-        tma.store_wait(0)
         staged(stage, (dk * scale).to(stage.dtype))
-        tma.async_copy_shared_to_global(dk_desc, [b, kv, j0 + W * ROWS, 0], out.index(W))
-    named_barrier("sync", SUM_EMPTY + W, 160)  # the writer's last
-    tma.store_wait(0)
+        tma.async_copy_shared_to_global(dk_desc, [b, kv, j0 + W * ROWS, 0], v_w)
+        t = taken(ids, done, 4)
+        tma.store_wait(0)
+        release(v, 0)
+        done += 1
+    for n in gl.static_range(2):  # what the writer was done with last
+        named_barrier("sync", SUM_EMPTY + 2 * n + W, 160)
 
 
 # The sizes are not specialised: a new length compiles nothing.
@@ -468,8 +476,7 @@ def backward_kernel(
     v = ring(tiles(v_desc, 1, BLOCK_N, D), 1, 2)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
-    sums = gl.allocate_shared_memory(gl.float32, [BLOCK_M, D], sum_desc.layout)
-    out = tiles(dk_desc, 2, ROWS, D)
+    sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, D], sum_desc.layout)
     ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 3)
     fence_async_shared()
     z = Sizes(heads, group, len_q, len_k, n_m, pairs, section, low, high)
@@ -477,12 +484,12 @@ def backward_kernel(
         [
             (
                 consumer,
-                (0, dk_desc, dv_desc, steps, k, v, ds, sums, out, ids, odd, lengths, z, n_tiles, scale, qk_scale,
+                (0, dk_desc, dv_desc, steps, k, v, ds, sums, ids, odd, lengths, z, n_tiles, scale, qk_scale,
                  BLOCK_M, STAGES, D, LEFT, RIGHT, VARIANT),
             ),
             (
                 consumer,
-                (1, dk_desc, dv_desc, steps, k, v, ds, sums, out, ids, odd, lengths, z, n_tiles, scale, qk_scale,
+                (1, dk_desc, dv_desc, steps, k, v, ds, sums, ids, odd, lengths, z, n_tiles, scale, qk_scale,
                  BLOCK_M, STAGES, D, LEFT, RIGHT, VARIANT),
             ),
             (

@@ -18,6 +18,7 @@ from . import config
 
 ORDERED = True
 VARIANT = 0
+SECTION = 0
 _FAR = 2**29  # beyond every position, and sums of three of it fit 32 bits
 _LOG2E = math.log2(math.e)
 
@@ -244,7 +245,7 @@ def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
     cfg = config.choose_backward(r.dim)
     n_m, n_n = -(-r.len_q // cfg.block_m), -(-r.len_k // (2 * config.ROWS))
     pairs, kv_pairs = r.batch * r.heads, r.batch * r.kv_heads
-    section = max(1, config.L2_BYTES // (8 * r.len_q * r.dim * r.group))
+    section = SECTION or max(1, config.L2_BYTES // (8 * r.len_q * r.dim * r.group))
     dq, dk, dv = (torch.empty_like(x) for x in (r.q, r.k, r.v))
     with torch.cuda.device(r.device):
         stream = torch._C._cuda_getCurrentRawStream(r.device.index)
