@@ -53,7 +53,7 @@ ROWS = gl.constexpr(config.ROWS)
 BLOCK_N = gl.constexpr(2 * config.ROWS)
 INF = gl.constexpr(float("inf"))
 LOG2E = gl.constexpr(1.4426950408889634)
-# Named barriers, each two for steps of an even and an odd number. CROSSED, SUM_EMPTY: + w, for consumer w.
+# Named barriers, each of them two, for steps of an even and an odd number; CROSSED and SUM_EMPTY two of consumer w.
 SUM_FULL = gl.constexpr(6)  # dQ of both consumers is staged
 CROSSED = gl.constexpr(8)  # the other consumer's dS is there
 SUM_EMPTY = gl.constexpr(12)  # it may stage its dQ
@@ -221,47 +221,41 @@ def publish(at, value):
 
 @gluon.jit
 def writer(
-    sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    ORDERED: gl.constexpr,
+    N: gl.constexpr, sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M: gl.constexpr, SUMS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    done = gl.to_tensor(1)
+    """dQ of every other step, from step N on: to publish it takes about as long as a step."""
     it = gl.to_tensor(0)
+    done = gl.to_tensor(1)
+    if SUMS == 2 or N == 1:  # as if a step before the first had been read
+        for w in gl.static_range(2):
+            named_barrier("arrive", SUM_EMPTY + 2 * N + w, 160)
     t = taken(ids, 0, 1)
-    for w in gl.static_range(4):
-        named_barrier("arrive", SUM_EMPTY + w, 160)
     while t < n_tiles:
         tile, pair, _end, last, n = work(t, z, lengths, BLOCK_M, LEFT, RIGHT)
         for g in range(z.group):
             head = (pair * z.group + g) * z.n_m
-            now = gl.to_tensor(0)
-            for x in range(n):
+            now = gl.to_tensor(-1)
+            for x in range((it + N) & 1, n, 2):
                 m = last - x
                 mine = turn(tile, m * BLOCK_M, z.low, BLOCK_N, LEFT)
-                at = turns + head + m
-                if ORDERED:
-                    if x == 0:
-                        now = seen(at)
-                    while now < mine:
-                        now = seen(at)
-                    fence_proxy()
-                staged_dq = sums.index(it & 1)
-                named_barrier("sync", SUM_FULL + (it & 1), 288)
-                if ORDERED:
-                    if mine == 0:
-                        tma.async_copy_shared_to_global(sum_desc, [(head + m) * BLOCK_M, 0], staged_dq)
-                    else:
-                        tma_add(sum_desc, [(head + m) * BLOCK_M, 0], staged_dq)
-                    now = seen(turns + head + max(m - 1, 0))  # the next turn: known by when this one is over
+                if now < 0:
+                    now = seen(turns + head + m)
+                while now < mine:
+                    now = seen(turns + head + m)
+                fence_proxy()
+                named_barrier("sync", SUM_FULL + N, 288)
+                staged_dq = sums.index(N % SUMS)
+                if mine == 0:
+                    tma.async_copy_shared_to_global(sum_desc, [(head + m) * BLOCK_M, 0], staged_dq)
                 else:
                     tma_add(sum_desc, [(head + m) * BLOCK_M, 0], staged_dq)
-                tma.store_wait(0)
+                now = seen(turns + head + max(m - 2, 0))  # for the next, and in time
+                tma.store_wait(0)  # it is read
                 for w in gl.static_range(2):
-                    named_barrier("arrive", SUM_EMPTY + 2 * (it & 1) + w, 160)
-                it += 1
-                if ORDERED:
-                    publish(at, mine + 1)
-                else:
-                    gl.store(at, 1)
+                    named_barrier("arrive", SUM_EMPTY + 2 * N + w, 160)
+                publish(turns + head + m, mine + 1)
+            it += n
         t = taken(ids, done, 1)
         done += 1
 
@@ -291,9 +285,10 @@ def start_dq(ds, k, it, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr)
 
 
 @gluon.jit
-def stage_dq(dq, sums, it, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr):
-    named_barrier("sync", SUM_EMPTY + 2 * (it & 1) + W, 160)
-    stage = sums.index(it & 1)
+def stage_dq(dq, sums, it, W: gl.constexpr, BLOCK_M: gl.constexpr, SUMS: gl.constexpr, D: gl.constexpr):
+    """Hand dQ of step it to its writer, in the place of step it - SUMS."""
+    named_barrier("sync", SUM_EMPTY + 2 * ((it - SUMS) & 1) + W, 160)
+    stage = sums.index((it & 1) if SUMS == 2 else 0)
     if BLOCK_M == 2 * ROWS:
         staged(stage.slice(W * ROWS, ROWS, dim=0), dq)
     else:
@@ -320,8 +315,8 @@ def probabilities(s, lse, i0, j0, end, open_from, open_to, z, qk_scale, LEFT: gl
 @gluon.jit
 def step(
     dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    FIRST: gl.constexpr, VARIANT: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """What the tile of queries from row i0 on adds to dK and dV; and dQ of the step before."""
     PARTS: gl.constexpr = BLOCK_M // ROWS
@@ -339,44 +334,33 @@ def step(
     zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     s_run = warpgroup_mma(k_w, q.slice(0, ROWS, dim=0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp_run = warpgroup_mma(v_w, do.slice(0, ROWS, dim=0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    following = s_run
-    dq_run = s_run
-    EARLY: gl.constexpr = (VARIANT == 2) & (not FIRST)
     for part in gl.static_range(PARTS):
         if part + 1 < PARTS:  # scores of the next part run beside the exponentials of this one
             q_next = q.slice((part + 1) * ROWS, ROWS, dim=0).permute((1, 0))
-            following = warpgroup_mma(k_w, q_next, zeros, use_acc=False, is_async=True)
-            if EARLY:
-                named_barrier("sync", CROSSED + 2 * ((it - 1) & 1) + W, 256)
-                dq_run = start_dq(ds, k, it - 1, W, BLOCK_M, D)
+            s_next = warpgroup_mma(k_w, q_next, zeros, use_acc=False, is_async=True)
         lse = stats.slice(part * ROWS, ROWS, dim=0).load(gl.SliceLayout(0, LAYOUT))
-        s = warpgroup_mma_wait(PARTS + 1 if EARLY else PARTS, deps=[s_run])
+        s = warpgroup_mma_wait(PARTS, deps=[s_run])
         p = probabilities(
             s, lse, i0 + part * ROWS, j0 + W * ROWS, end, open_from, open_to, z, qk_scale, LEFT, RIGHT
         )  # fmt: skip
         do_part = do.slice(part * ROWS, ROWS, dim=0)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), P_LAYOUT), do_part, dv, is_async=True)
         delta = stats.slice(BLOCK_M + part * ROWS, ROWS, dim=0).load(gl.SliceLayout(0, LAYOUT))
-        if part + 1 < PARTS:
-            dp = warpgroup_mma_wait(3 if EARLY else 2, deps=[dp_run])
-        elif EARLY:
-            dp, dq_run = warpgroup_mma_wait(1, deps=[dp_run, dq_run])
-        else:
-            dp = warpgroup_mma_wait(1, deps=[dp_run])
+        dp = warpgroup_mma_wait(2 if part + 1 < PARTS else 1, deps=[dp_run])
         d_s = (p * (dp - delta[None, :])).to(dtype)
         if part + 1 < PARTS:
             do_next = do.slice((part + 1) * ROWS, ROWS, dim=0).permute((1, 0))
             dp_run = warpgroup_mma(v_w, do_next, zeros, use_acc=False, is_async=True)
-            s_run = following
+            s_run = s_next
             first = d_s
-        if part == 0 and not FIRST and not EARLY:
+        if part == 0 and not FIRST:
             named_barrier("sync", CROSSED + 2 * ((it - 1) & 1) + W, 256)
         crossing = ds.index(it & 1).slice(W * ROWS, ROWS, dim=0)
         if PARTS > 1:
             crossing = crossing.slice(part * ROWS, ROWS, dim=1)
         crossing.store(d_s)
     fence_async_shared()
-    if EARLY or FIRST:
+    if FIRST:
         named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
     else:
         dq_run = start_dq(ds, k, it - 1, W, BLOCK_M, D)
@@ -385,13 +369,10 @@ def step(
     q_last = q.slice((PARTS - 1) * ROWS, ROWS, dim=0)
     dk = warpgroup_mma(gl.convert_layout(d_s, P_LAYOUT), q_last, dk, is_async=True)
     if not FIRST:
-        if EARLY:
-            dq = dq_run
-        else:
-            dq, dv = warpgroup_mma_wait(PARTS, deps=[dq_run, dv])
-            # Only now: dS of the step after goes where that of the step before was read.
-            named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
-        stage_dq(dq, sums, it - 1, W, BLOCK_M, D)
+        dq, dv = warpgroup_mma_wait(PARTS, deps=[dq_run, dv])
+        # Only now: dS of the step after goes where that of the step before was read.
+        named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
+        stage_dq(dq, sums, it - 1, W, BLOCK_M, SUMS, D)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     release(steps, slot)
     return dk, dv
@@ -400,8 +381,8 @@ def step(
 @gluon.jit
 def consumer(
     W: gl.constexpr, dk_desc, dv_desc, steps, k, v, ds, sums, ids, odd, lengths, z, n_tiles, scale, qk_scale,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    VARIANT: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = wgmma_layout(D)
     # This consumer's rows of V: nobody else reads them, and after its last dP nor does it.
@@ -425,22 +406,22 @@ def consumer(
         if total > 0:
             i0 = i_last
             dk, dv = step(
-                dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M, STAGES, D,
-                LEFT, RIGHT, True, VARIANT,
+                dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M, STAGES,
+                SUMS, D, LEFT, RIGHT, True,
             )  # fmt: skip
             for _ in range(1, total):
                 i0 = gl.where(i0 == i_first, i_last, i0 - BLOCK_M)
                 it += 1
                 dk, dv = step(
                     dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M,
-                    STAGES, D, LEFT, RIGHT, False, VARIANT,
+                    STAGES, SUMS, D, LEFT, RIGHT, False,
                 )  # fmt: skip
         staged(stage, dv.to(stage.dtype))
         tma.async_copy_shared_to_global(dv_desc, [b, kv, j0 + W * ROWS, 0], v_w)
         if total > 0:
             named_barrier("sync", CROSSED + 2 * (it & 1) + W, 256)
             dq = warpgroup_mma_wait(0, deps=[start_dq(ds, k, it, W, BLOCK_M, D)])
-            stage_dq(dq, sums, it, W, BLOCK_M, D)
+            stage_dq(dq, sums, it, W, BLOCK_M, SUMS, D)
             it += 1
         release(k, 0)
         if odd is not None:
@@ -452,8 +433,8 @@ def consumer(
         tma.store_wait(0)
         release(v, 0)
         done += 1
-    for n in gl.static_range(2):  # what the writer was done with last
-        named_barrier("sync", SUM_EMPTY + 2 * n + W, 160)
+    for n in gl.static_range(SUMS):  # the last that were read
+        named_barrier("sync", SUM_EMPTY + 2 * ((it + n + 2 - SUMS) & 1) + W, 160)
 
 
 # The sizes are not specialised: a new length compiles nothing.
@@ -465,7 +446,7 @@ def consumer(
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sum_desc, dk_desc, dv_desc, turns, ticket, odd, lengths, heads, group,
     len_q, len_k, n_m, pairs, section, n_tiles, low, high, scale, qk_scale, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr, VARIANT: gl.constexpr,
+    STAGES: gl.constexpr, SUMS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     steps = Steps(
         tiles(q_desc, STAGES, BLOCK_M, D), tiles(do_desc, STAGES, BLOCK_M, D),
@@ -476,8 +457,8 @@ def backward_kernel(
     v = ring(tiles(v_desc, 1, BLOCK_N, D), 1, 2)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
-    sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, D], sum_desc.layout)
-    ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 3)
+    sums = gl.allocate_shared_memory(gl.float32, [SUMS, BLOCK_M, D], sum_desc.layout)
+    ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 4)
     fence_async_shared()
     z = Sizes(heads, group, len_q, len_k, n_m, pairs, section, low, high)
     gl.warp_specialize(
@@ -485,22 +466,23 @@ def backward_kernel(
             (
                 consumer,
                 (0, dk_desc, dv_desc, steps, k, v, ds, sums, ids, odd, lengths, z, n_tiles, scale, qk_scale,
-                 BLOCK_M, STAGES, D, LEFT, RIGHT, VARIANT),
+                 BLOCK_M, STAGES, SUMS, D, LEFT, RIGHT),
             ),
             (
                 consumer,
                 (1, dk_desc, dv_desc, steps, k, v, ds, sums, ids, odd, lengths, z, n_tiles, scale, qk_scale,
-                 BLOCK_M, STAGES, D, LEFT, RIGHT, VARIANT),
+                 BLOCK_M, STAGES, SUMS, D, LEFT, RIGHT),
             ),
             (
                 producer,
                 (q_desc, k_desc, v_desc, do_desc, stats_desc, steps, k, v, ids, ticket, lengths, z, n_tiles, BLOCK_M,
                  STAGES, D, LEFT, RIGHT),
             ),
-            (writer, (sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M, LEFT, RIGHT, ORDERED)),
+            (writer, (0, sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M, SUMS, LEFT, RIGHT)),
+            (writer, (1, sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M, SUMS, LEFT, RIGHT)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )  # fmt: skip
 
 
