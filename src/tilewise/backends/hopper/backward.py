@@ -489,7 +489,13 @@ def backward_kernel(
 # --- before and after -----------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["heads", "len_q", "n_m"])
+@triton.jit
+def head_at(x, strides, pair, heads):
+    """Address of head pair % heads of batch entry pair // heads."""
+    return x + (pair // heads).to(tl.int64) * strides[0] + (pair % heads).to(tl.int64) * strides[1]
+
+
+@triton.jit(do_not_specialize=["ticket", "heads", "len_q", "n_m"])
 def prepare_kernel(
     out, dout, lse, dlse, stats, delta, turns, ticket, out_strides, dout_strides, dlse_strides, heads, len_q, n_m,
     D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -500,19 +506,18 @@ def prepare_kernel(
     """
     pid = tl.program_id(0)
     pair = pid // n_m
-    b, h = pair // heads, pair % heads
     rows = tl.arange(0, BLOCK_M)
-    i = pid % n_m * BLOCK_M + rows
-    inside = i < len_q
-    at_out = out + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
-    at_dout = dout + b.to(tl.int64) * dout_strides[0] + h.to(tl.int64) * dout_strides[1]
     channels = tl.arange(0, D)[None, :]
-    x = tl.load(at_out + i.to(tl.int64)[:, None] * out_strides[2] + channels, mask=inside[:, None], other=0.0)
-    y = tl.load(at_dout + i.to(tl.int64)[:, None] * dout_strides[2] + channels, mask=inside[:, None], other=0.0)
-    d = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+    i = pid % n_m * BLOCK_M + rows
+    far = i.to(tl.int64)
+    inside = i < len_q
+    at_o = head_at(out, out_strides, pair, heads) + far[:, None] * out_strides[2] + channels
+    at_do = head_at(dout, dout_strides, pair, heads) + far[:, None] * dout_strides[2] + channels
+    o = tl.load(at_o, mask=inside[:, None], other=0.0).to(tl.float32)
+    do = tl.load(at_do, mask=inside[:, None], other=0.0).to(tl.float32)
+    d = tl.sum(o * do, 1)
     if dlse is not None:
-        at_dlse = dlse + b.to(tl.int64) * dlse_strides[0] + h.to(tl.int64) * dlse_strides[1]
-        d -= tl.load(at_dlse + i.to(tl.int64) * dlse_strides[2], mask=inside, other=0.0)
+        d -= tl.load(head_at(dlse, dlse_strides, pair, heads) + far * dlse_strides[2], mask=inside, other=0.0)
     at = pair.to(tl.int64) * len_q + i
     row_lse = tl.load(lse + at, mask=inside, other=-INF)
     at_stats = stats + pid.to(tl.int64) * (2 * BLOCK_M) + rows
@@ -525,22 +530,22 @@ def prepare_kernel(
         tl.store(ticket, 0)
 
 
-@triton.jit(do_not_specialize=["heads", "len_q", "n_m"])
+@triton.jit(do_not_specialize=["heads", "len_q", "n_m", "tiles"])
 def finish_kernel(
-    sums, turns, dq, odd, dq_strides, heads, len_q, n_m, scale, D: tl.constexpr, BLOCK_M: tl.constexpr
+    sums, turns, dq, odd, dq_strides, heads, len_q, n_m, tiles, scale, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile of rows, 0 where nothing was added; and whether it is finite."""
+    """dQ of one of the tiles of ROWS queries, 0 where nothing was added; and whether it is not finite."""
     pid = tl.program_id(0)
-    pair = pid // n_m
-    b, h = pair // heads, pair % heads
-    rows = tl.arange(0, BLOCK_M)[:, None]
+    pair = pid // tiles
+    i = pid % tiles * ROWS + tl.arange(0, ROWS)[:, None]
     channels = tl.arange(0, D)[None, :]
-    added = tl.load(turns + pid) > 0
-    i = pid % n_m * BLOCK_M + rows
-    inside = i < len_q
-    x = tl.load(sums + pid.to(tl.int64) * (BLOCK_M * D) + rows * D + channels, mask=inside & added, other=0.0)
-    at = dq + b.to(tl.int64) * dq_strides[0] + h.to(tl.int64) * dq_strides[1]
-    tl.store(at + i.to(tl.int64) * dq_strides[2] + channels, (x * scale).to(dq.dtype.element_ty), mask=inside)
+    first = pair * n_m + pid % tiles * ROWS // BLOCK_M
+    row = pair.to(tl.int64) * (n_m * BLOCK_M) + i
+    added = tl.load(turns + first) > 0
+    x = tl.load(sums + row * D + channels, mask=(i < len_q) & added, other=0.0)
+    at = head_at(dq, dq_strides, pair, heads) + i.to(tl.int64) * dq_strides[2] + channels
+    tl.store(at, (x * scale).to(dq.dtype.element_ty), mask=i < len_q)
     if odd is not None:
         total = tl.sum(tl.sum(x * 0.0, 1), 0)
         tl.store(odd + pid, (total != total).to(tl.int8))

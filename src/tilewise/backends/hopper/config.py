@@ -31,13 +31,27 @@ def choose(dim: int, masked: bool, left: bool) -> Config:
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class Backward:
     """How the backward kernel is cut up."""
 
     block_m: int
     stages: int
+    sums: int
 
 
-def choose_backward(dim: int) -> BackwardConfig:
-    """The configuration for a head dim."""
-    return BackwardConfig(block_m=64 if dim == 128 else 128, stages=2)
+BLOCK_N = 2 * ROWS  # keys of a program of the backward
+
+
+def choose_backward(dim: int) -> Backward:
+    """The configuration for a head dim.
+
+    block_m: as much work a step as the registers hold beside dK and dV. stages, sums: what fits the 227 KB.
+    """
+    return Backward(block_m=64, stages=3, sums=1) if dim == 128 else Backward(block_m=128, stages=2, sums=2)
+
+
+def section(dim: int, len_q: int, group: int) -> int:
+    """How many key heads are worked on at a time. So that Q, dO and the sums of dQ of their query heads fit the L2, but
+    four at least: with fewer the programs of a head, one for each tile of keys, wait long for their first turn.
+    """
+    return max(4, L2_BYTES // (8 * len_q * dim * group))

@@ -16,9 +16,6 @@ from ...masks import All, Band, Lengths, Mask
 from ...request import NEG_INF, Request
 from . import config
 
-ORDERED = True
-VARIANT = 0
-SECTION = 0
 _FAR = 2**29  # beyond every position, and sums of three of it fit 32 bits
 _LOG2E = math.log2(math.e)
 
@@ -57,6 +54,12 @@ def kept(mask: Mask | None, len_q: int, len_k: int) -> Kept | None:
     return total
 
 
+def ends(keep: Kept) -> tuple[int, int, bool, bool]:
+    """low, high, and which of them there are."""
+    low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
+    return low, high, keep.low is not None, keep.high is not None
+
+
 def _both(pick: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else pick(a, b)
 
@@ -91,14 +94,18 @@ def processors(device: torch.device) -> int:
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
-def _counter(device: torch.device, stream: int) -> Tensor:
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _counter(device: torch.device) -> Tensor:
     """The number of the next tile to work on, and of programs that are done: two zeros, which a launch leaves as zeros.
 
     One pair for each stream, where launches follow each other. A graph may run beside them: it gets its own.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = device.index, stream
+    key = device.index, _stream(device)
     if key not in _counters:
         _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return _counters[key]
@@ -179,14 +186,14 @@ def tiled(x: Tensor, rows: int) -> Tiled:
 _compiled: dict[tuple, Compiled] = {}
 
 
-def _launch(kernel: str, grid: int, stream: int, key: tuple, tensors: tuple[Tiled, ...], rest: tuple) -> None:
+def _launch(kernel: str, grid: int, device: torch.device, key: tuple, tensors: tuple[Tiled, ...], rest: tuple) -> None:
     """``kernel[(grid,)]`` of the tensors' descriptors and the rest. key: what else the code depends on."""
     from triton import knobs
 
-    key = kernel, *key, *(t.block for t in tensors)
+    key = kernel, device.index, tensors[0].x.dtype, *key, *(t.block for t in tensors)
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook  # a profiler's
     if key in _compiled and not any(x.calls for x in hooks):
-        _compiled[key](grid, stream, [(t.x.data_ptr(), t.shape, t.strides) for t in tensors], rest)
+        _compiled[key](grid, _stream(device), [(t.x.data_ptr(), t.shape, t.strides) for t in tensors], rest)
         return
     from . import backward, kernel as forward
 
@@ -206,17 +213,15 @@ def forward(r: Request) -> Output:
         return o
     keep = kept(r.mask, r.len_q, r.len_k)
     assert keep is not None
-    left, right = keep.low is not None, keep.high is not None
-    low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
+    low, high, left, right = ends(keep)
     masked = left or right or keep.lengths is not None
     cfg = config.choose(r.dim, masked, left)
     tiles = -(-r.len_q // config.BLOCK_M)
     pairs = r.batch * r.heads
     section = max(1, config.L2_BYTES // (4 * r.len_k * r.dim)) * r.group
     with torch.cuda.device(r.device):
-        stream = torch._C._cuda_getCurrentRawStream(r.device.index)
         lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
-        counter = _counter(r.device, stream) if masked else None  # without, all tiles take as long
+        counter = _counter(r.device) if masked else None  # without, all tiles take as long
         q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
         tensors = tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n), tiled(o.out, config.ROWS)
         rest = (
@@ -225,56 +230,80 @@ def forward(r: Request) -> Output:
             *tensors[0].strides, *tensors[1].strides, *tensors[2].strides, r.dim, cfg.block_n, cfg.stages, cfg.wide,
             left, right,
         )  # fmt: skip
-        key = r.device.index, r.dtype, left, right, r.want_max_logits, lengths is None or lengths.dtype
-        _launch("forward", min(processors(r.device), tiles * pairs), stream, key, tensors, rest)
+        key = left, right, r.want_max_logits, lengths is None or lengths.dtype
+        _launch("forward", min(processors(r.device), tiles * pairs), r.device, key, tensors, rest)
     return o
 
 
 def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
-    """Launch the backward."""
-    from ..triton import gradients
+    """Launch the backward. Where not all three gradients are asked for, ``triton`` does only what is."""
+    if needs != {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
+        from ..triton import gradients
+
+        return gradients.backward(r, saved, needs)
+    with torch.cuda.device(r.device):
+        return _backward(r, saved)
+
+
+def _backward(r: Request, saved: Saved) -> Grads:
     from .backward import finish_kernel, prepare_kernel
 
-    if needs != {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
-        return gradients.backward(r, saved, needs)
-    keep = kept(r.mask, r.len_q, r.len_k)
+    keep, cfg = kept(r.mask, r.len_q, r.len_k), config.choose_backward(r.dim)
     assert keep is not None
-    left, right = keep.low is not None, keep.high is not None
-    low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
+    low, high, left, right = ends(keep)
     masked = left or right or keep.lengths is not None
-    cfg = config.choose_backward(r.dim)
-    n_m, n_n = -(-r.len_q // cfg.block_m), -(-r.len_k // (2 * config.ROWS))
+    q, k, v, dout = (aligned(x if describable(x) else x.contiguous()) for x in (r.q, r.k, r.v, saved.dout))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    out, lse, dlse = saved.out, saved.lse.contiguous(), saved.dlse
     pairs, kv_pairs = r.batch * r.heads, r.batch * r.kv_heads
-    section = SECTION or max(1, config.L2_BYTES // (8 * r.len_q * r.dim * r.group))
-    dq, dk, dv = (torch.empty_like(x) for x in (r.q, r.k, r.v))
-    with torch.cuda.device(r.device):
-        stream = torch._C._cuda_getCurrentRawStream(r.device.index)
-        lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
-        q, k, v, dout = (aligned(x) for x in (r.q, r.k, r.v, saved.dout if describable(saved.dout) else saved.dout.contiguous()))
-        f32 = dict(dtype=torch.float32, device=r.device)
-        sums = (torch.empty if ORDERED else torch.zeros)(pairs * n_m * cfg.block_m, r.dim, **f32)
-        stats = torch.empty(pairs * n_m * 2 * cfg.block_m, **f32)
-        turns = torch.empty(pairs * n_m + 1, dtype=torch.int32, device=r.device)
-        odd = torch.empty(pairs * n_m + kv_pairs * n_n * 2, dtype=torch.int8, device=r.device) if masked else None
-        prepare_kernel[(pairs * n_m,)](
-            saved.out, dout, saved.lse.contiguous(), saved.dlse, stats, None, turns, turns[-1:], saved.out.stride()[:3],
-            dout.stride()[:3], (0, 0, 0) if saved.dlse is None else saved.dlse.stride(), r.heads, r.len_q, n_m, r.dim,
-            cfg.block_m, num_warps=4,
-        )
-        tensors = (
-            tiled(q, cfg.block_m), tiled(k, 128), tiled(v, 128), tiled(dout, cfg.block_m),
-            Tiled(stats, (stats.numel(),), (), (2 * cfg.block_m,)),
-            Tiled(sums, tuple(sums.shape), (r.dim,), (cfg.block_m, r.dim)), tiled(dk, 64), tiled(dv, 64),
-        )
-        n_tiles = n_n * kv_pairs
-        rest = (
-            turns, turns[-1:], None if odd is None else odd[pairs * n_m :], lengths, r.kv_heads, r.group, r.len_q,
-            r.len_k, n_m, kv_pairs, min(section, kv_pairs), n_tiles, low, high, r.scale, r.scale * _LOG2E, r.dim,
-            cfg.block_m, cfg.stages, left, right, ORDERED, VARIANT,
-        )
-        key = r.device.index, r.dtype, left, right, lengths is None or lengths.dtype, masked, ORDERED, VARIANT, cfg
-        _launch("backward", min(processors(r.device), n_tiles), stream, key, tensors, rest)
-        finish_kernel[(pairs * n_m,)](
-            sums, turns, dq, odd, dq.stride()[:3], r.heads, r.len_q, n_m, r.scale, r.dim, cfg.block_m, num_warps=4
-        )
+    n_m, n_n, n_q = (-(-n // size) for n, size in ((r.len_q, cfg.block_m), (r.len_k, config.BLOCK_N), (r.len_q, config.ROWS)))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=r.device)
+
+    sums, stats = empty(pairs * n_m * cfg.block_m, r.dim), empty(pairs * n_m * 2 * cfg.block_m)
+    turns = empty(pairs * n_m + 1, dtype=torch.int32)
+    ticket = turns[-1:]
+    delta = empty(pairs * r.len_q) if masked else None
+    odd = empty(pairs * n_q + kv_pairs * n_n * 2, dtype=torch.int8) if masked else None
+    prepare_kernel[(pairs * n_m,)](
+        out, dout, lse, dlse, stats, delta, turns, ticket, out.stride()[:3], dout.stride()[:3],
+        (0, 0, 0) if dlse is None else dlse.stride(), r.heads, r.len_q, n_m, D=r.dim, BLOCK_M=cfg.block_m, num_warps=4,
+    )  # fmt: skip
+    tensors = (
+        tiled(q, cfg.block_m), tiled(k, config.BLOCK_N), tiled(v, config.BLOCK_N), tiled(dout, cfg.block_m),
+        Tiled(stats, (stats.numel(),), (), (2 * cfg.block_m,)),
+        Tiled(sums, tuple(sums.shape), (r.dim,), (cfg.block_m, r.dim)), tiled(dk, config.ROWS), tiled(dv, config.ROWS),
+    )  # fmt: skip
+    lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
+    section = config.section(r.dim, r.len_q, r.group)
+    rest = (
+        turns, ticket, None if odd is None else odd[pairs * n_q :], lengths, r.kv_heads, r.group, r.len_q, r.len_k,
+        n_m, kv_pairs, min(section, kv_pairs), n_n * kv_pairs, low, high, r.scale, r.scale * _LOG2E, r.dim,
+        cfg.block_m, cfg.stages, cfg.sums, left, right,
+    )  # fmt: skip
+    key = left, right, masked, lengths is None or lengths.dtype
+    _launch("backward", min(processors(r.device), n_n * kv_pairs), r.device, key, tensors, rest)
+    finish_kernel[(pairs * n_q,)](
+        sums, turns, dq, odd, dq.stride()[:3], r.heads, r.len_q, n_m, n_q, r.scale, D=r.dim, BLOCK_M=cfg.block_m,
+        ROWS=config.ROWS, num_warps=4,
+    )  # fmt: skip
+    if odd is not None:
+        _careful(r, (q, k, v, dout), lse, delta, (dq, dk, dv), odd, n_q, 2 * n_n)
     return Grads(dq, dk, dv)
+
+
+def _careful(
+    r: Request, inputs: tuple[Tensor, ...], lse: Tensor, delta: Tensor | None, grads: tuple[Tensor, ...], odd: Tensor,
+    n_q: int, n_k: int,
+) -> None:  # fmt: skip
+    from ..triton.launch import Problem
+    from .careful import CHUNK, careful_kernel
+
+    p, total_q = Problem(r), r.batch * r.heads * n_q
+    careful_kernel[(-(-odd.numel() // CHUNK),)](
+        odd, *inputs, lse, delta, *grads, *(x.stride() for x in (*inputs, *grads)), p.stat_strides(lse), r.len_q,
+        r.len_k, r.heads, r.group, r.scale, p.qk_scale, n_q, n_k, total_q, odd.numel(), p.mask_args, KEEP=p.mask.keep,
+        REACH_Q=p.mask.reach_q, REACH_K=p.mask.reach_k, D=r.dim, UNIT=p.unit, WIDE=p.wide(*inputs, *grads),
+        CHUNK=CHUNK, num_warps=4, num_stages=1,
+    )  # fmt: skip
