@@ -329,6 +329,7 @@ def step(
     q = steps.q.index(slot).reshape([BLOCK_M, D])
     do = steps.do.index(slot).reshape([BLOCK_M, D])
     stats = steps.stats.index(slot)
+    crossing = ds.index(it & 1).slice(W * ROWS, ROWS, dim=0)
     dtype: gl.constexpr = q.dtype
     await_full(steps, it, STAGES)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
@@ -348,27 +349,27 @@ def step(
         delta = stats.slice(BLOCK_M + part * ROWS, ROWS, dim=0).load(gl.SliceLayout(0, LAYOUT))
         dp = warpgroup_mma_wait(2 if part + 1 < PARTS else 1, deps=[dp_run])
         d_s = (p * (dp - delta[None, :])).to(dtype)
+        if part == 0 and not FIRST:
+            named_barrier("sync", CROSSED + 2 * ((it - 1) & 1) + W, 256)
         if part + 1 < PARTS:
             do_next = do.slice((part + 1) * ROWS, ROWS, dim=0).permute((1, 0))
             dp_run = warpgroup_mma(v_w, do_next, zeros, use_acc=False, is_async=True)
             s_run = s_next
             first = d_s
-        if part == 0 and not FIRST:
-            named_barrier("sync", CROSSED + 2 * ((it - 1) & 1) + W, 256)
-        crossing = ds.index(it & 1).slice(W * ROWS, ROWS, dim=0)
-        if PARTS > 1:
-            crossing = crossing.slice(part * ROWS, ROWS, dim=1)
-        crossing.store(d_s)
-    fence_async_shared()
-    if FIRST:
-        named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
-    else:
+            crossing.slice(0, ROWS, dim=1).store(first)
+    if PARTS > 1:
+        crossing = crossing.slice(ROWS, ROWS, dim=1)
+    crossing.store(d_s)
+    if not FIRST:
         dq_run = start_dq(ds, k, it - 1, W, BLOCK_M, D)
     if PARTS > 1:
         dk = warpgroup_mma(gl.convert_layout(first, P_LAYOUT), q.slice(0, ROWS, dim=0), dk, is_async=True)
     q_last = q.slice((PARTS - 1) * ROWS, ROWS, dim=0)
     dk = warpgroup_mma(gl.convert_layout(d_s, P_LAYOUT), q_last, dk, is_async=True)
-    if not FIRST:
+    fence_async_shared()
+    if FIRST:
+        named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
+    else:
         dq, dv = warpgroup_mma_wait(PARTS, deps=[dq_run, dv])
         # Only now: dS of the step after goes where that of the step before was read.
         named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)

@@ -282,7 +282,7 @@ def _backward(r: Request, saved: Saved) -> Grads:
         n_m, kv_pairs, min(section, kv_pairs), n_n * kv_pairs, low, high, r.scale, r.scale * _LOG2E, r.dim,
         cfg.block_m, cfg.stages, cfg.sums, left, right,
     )  # fmt: skip
-    key = left, right, masked, lengths is None or lengths.dtype
+    key = left, right, masked, lengths is None or lengths.dtype, cfg
     _launch("backward", min(processors(r.device), n_n * kv_pairs), r.device, key, tensors, rest)
     finish_kernel[(pairs * n_q,)](
         sums, turns, dq, odd, dq.stride()[:3], r.heads, r.len_q, n_m, n_q, r.scale, D=r.dim, BLOCK_M=cfg.block_m,
