@@ -234,7 +234,9 @@ def test_backward_visits_the_tiles_of_the_tile_map(dim, backward):
     """All that are not empty; those that add to one tile of queries have turns 0, 1, .. in order of their number."""
     block_m, block_n = config.choose_backward(dim).block_m, config.BLOCK_N
     ends = (None, 0, 1, 130, 300)
-    for mask, len_q, len_k, end in itertools.product([None, *BANDS, *EMPTY_BANDS], (1, 128, 129, 600), (1, 128, 515), ends):
+    for mask, len_q, len_k, end in itertools.product(
+        [None, *BANDS, *EMPTY_BANDS], (1, 128, 129, 600), (1, 128, 515), ends
+    ):
         keep = launch.kept(mask, len_q, len_k)
         stop = len_k if end is None else min(end, len_k)
         given = keep.low or 0, keep.high or 0
@@ -244,7 +246,7 @@ def test_backward_visits_the_tiles_of_the_tile_map(dim, backward):
         turns = [0] * grid.rows
         for col in range(grid.cols):
             j0 = col * block_n
-            last, n = backward.visits.fn(j0, stop, len_q, *given, block_m, block_n, *sides)
+            last, n = backward.visits.fn(j0, stop, len_q, *given, block_m, *sides)
             seen = range(last, last - n, -1)
             if j0 < stop:
                 inside = table[:, col] if j0 + block_n <= stop else table[:, col][:0]
@@ -252,7 +254,7 @@ def test_backward_visits_the_tiles_of_the_tile_map(dim, backward):
             lo, hi = backward.unmasked.fn(j0, stop, len_q, *given, *sides)
             for row in seen:
                 assert 0 <= row < grid.rows
-                assert backward.turn.fn(col, row * block_m, given[0], block_n, sides[0]) == turns[row]
+                assert backward.turn.fn(col, row * block_m, given[0], sides[0]) == turns[row]
                 turns[row] += 1
                 for i0 in range(row * block_m, (row + 1) * block_m, config.ROWS):
                     if lo <= i0 <= hi:  # not masked: all pairs exist and are kept
@@ -283,4 +285,6 @@ def test_the_blocks_are_those_of_the_cost_model(anywhere, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setitem(dispatch.BACKENDS, "hopper", anywhere)
     monkeypatch.setattr("tilewise.backends.triton.config.generation", lambda device: "sm_90")
-    assert iomodel.machine_for(request(mask=masks.causal())).forward_tile == (128, 128)
+    machine = iomodel.machine_for(request(mask=masks.causal()))
+    assert (machine.forward_tile, machine.backward_tile) == ((128, 128), (128, 128))
+    assert iomodel.machine_for(request(128)).backward_tile == (64, 128)

@@ -77,7 +77,7 @@ def compile_backward(dim: int, masked: tuple[str, ...], dtype: str) -> "triton.c
     types |= {"turns": "*i32", "ticket": "*i32", "scale": "fp32", "qk_scale": "fp32"}
     types |= {"odd": "*i8"} if masked else {}
     types |= {"lengths": "*i64"} if "lengths" in masked else {}
-    constants = {"D": dim, "BLOCK_M": m, "STAGES": cfg.stages, "SUMS": cfg.sums}
+    constants = {"D": dim, "BLOCK_M": m, "STAGES": cfg.stages}
     constants |= {"LEFT": "left" in masked, "RIGHT": "right" in masked}
     constants |= {x: None for x in ("odd", "lengths") if x not in types}
     return compiled(backward_kernel, types, constants)
@@ -104,7 +104,7 @@ def fast_loops(code: list[tuple[int, str]]) -> list[list[str]]:
     at = {address: n for n, (address, _) in enumerate(code)}
     jumps = ((at.get(int(m[1], 16), n), n) for n, (_, x) in enumerate(code) if (m := JUMP.search(x)))
     loops = [(a, b) for a, b in jumps if a < b and all(any(m in x for _, x in code[a:b]) for m in ("BAR.ARV", "HGMMA"))]
-    inner = [(a, b) for a, b in loops if not any(o != (a, b) and a <= o[0] and o[1] <= b for o in loops)]
+    inner = [(a, b) for a, b in loops if not any(a < end < b for _, end in loops)]  # or a jump back from a wait outside
     return [[x for _, x in code[a : b + 1]] for a, b in inner]
 
 

@@ -124,7 +124,9 @@ def test_gradients_of_any_layout():
     """An incoming gradient that TMA cannot load is copied."""
     q, k, v, _ = tensors(64, 300)
     for dout in (torch.ones((), device=GPU, dtype=q.dtype).expand(q.shape), torch.randn_like(q.mT).mT):
-        for x, y in zip(everything("causal", q, k, v, dout), everything("causal", q, k, v, dout.contiguous()), strict=True):
+        for x, y in zip(
+            everything("causal", q, k, v, dout), everything("causal", q, k, v, dout.contiguous()), strict=True
+        ):
             assert torch.equal(x, y)
 
 

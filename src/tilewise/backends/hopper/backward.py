@@ -1,18 +1,20 @@
 """The backward kernels: dK and dV of a tile of keys stay in registers, tiles of queries stream past, dQ is added up.
 
 A program (one an SM) works on tiles of 128 keys, and for each on the tiles of queries that see them, of all query heads
-of the key head, from right to left. Scores are transposed: each of two consumer warp groups owns 64 keys, so that P^T
+of the key head. Scores are transposed: each of two consumer warp groups owns 64 keys, so that P^T
 and dS^T feed dV and dK as register operands. dS crosses to the other consumer through shared memory, for dQ, a step
 later: neither waits for the other. What runs beside the consumers:
 
 - the producer warp loads K and V of a tile, and Q, dO, lse and delta of every step;
-- the writer warp adds dQ of every step to fp32 sums in global memory, by TMA.
+- two writer warps add dQ, one of even and one of odd steps, to fp32 sums in global memory, by TMA.
 
-Sums are repeatable bit for bit: the tiles of keys that a tile of queries sees add in order of number, and each waits
-for its turn. Work is handed out in this order, so whoever has its turn is at work. As all go from right to left and
-start one after the other, they seldom wait. The first stores instead of adding, so nothing needs zeros.
+Sums are repeatable bit for bit: the tiles of keys that a tile of queries sees add in order of their number, and each
+waits for its turn. Tiles are handed out in this order, and only to programs that run, so whoever has its turn is at
+work. All go through the queries from the last to the first, and start one after the other: there is little to wait for.
+The first stores instead of adding, so nothing needs zeros.
 
-Before, ``prepare_kernel`` takes delta and lse; after, ``finish_kernel`` rounds dQ.
+Before, ``prepare_kernel`` takes delta and lse; after, ``finish_kernel`` rounds dQ. What a mask must hide and is not
+finite is left to ``careful.py``.
 """
 
 # No ``from __future__ import annotations``: Gluon reads the annotations.
@@ -50,7 +52,7 @@ from .pipeline import (
 )
 
 ROWS = gl.constexpr(config.ROWS)
-BLOCK_N = gl.constexpr(2 * config.ROWS)
+BLOCK_N = gl.constexpr(config.BLOCK_N)
 INF = gl.constexpr(float("inf"))
 LOG2E = gl.constexpr(1.4426950408889634)
 # Named barriers, each of them two, for steps of an even and an odd number; CROSSED and SUM_EMPTY two of consumer w.
@@ -63,8 +65,11 @@ SUM_EMPTY = gl.constexpr(12)  # it may stage its dQ
 
 
 @gluon.jit
-def visits(j0, end, len_q, low, high, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):  # fmt: skip  # noqa: E501
-    """The tiles of queries that see keys j0 .. j0 + BLOCK_N, of which those from end on are hidden: (last, n)."""
+def visits(j0, end, len_q, low, high, BLOCK_M: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """The tiles of queries that see keys j0 .. j0 + BLOCK_N, of which those from end on are hidden: (last, n).
+
+    low, high: as in the forward's ``span``.
+    """
     first, stop = 0, len_q
     if RIGHT:
         first = max(j0 - high, 0) // BLOCK_M
@@ -78,7 +83,7 @@ def visits(j0, end, len_q, low, high, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
 
 
 @gluon.jit
-def turn(tile, i0, low, BLOCK_N: gl.constexpr, LEFT: gl.constexpr):
+def turn(tile, i0, low, LEFT: gl.constexpr):
     """How many tiles of keys add to dQ of rows i0 .. before this one."""
     if LEFT:
         return tile - max(i0 + low, 0) // BLOCK_N
@@ -108,7 +113,7 @@ def work(t, z, lengths, BLOCK_M: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.con
     end = z.len_k
     if lengths is not None:
         end = max(min(gl.load(lengths + pair // z.heads).to(gl.int32), end), 0)
-    last, n = visits(tile * BLOCK_N, end, z.len_q, z.low, z.high, BLOCK_M, BLOCK_N, LEFT, RIGHT)
+    last, n = visits(tile * BLOCK_N, end, z.len_q, z.low, z.high, BLOCK_M, LEFT, RIGHT)
     return tile, pair, end, last, n
 
 
@@ -131,8 +136,17 @@ class Steps:
 
 
 @gluon.jit
+def load_keys(k_desc, v_desc, k, v, b, kv, tile, done, D: gl.constexpr):
+    """K and V of a tile, once the consumers have stored dK and dV of the last: they stage them in the place of V."""
+    await_empty(k, done, 1)
+    fetch(k_desc, b, kv, tile * BLOCK_N, k, 0, BLOCK_N, D)
+    await_empty(v, done, 1)
+    fetch(v_desc, b, kv, tile * BLOCK_N, v, 0, BLOCK_N, D)
+
+
+@gluon.jit
 def take(ticket, ids, done):
-    """The next work item: the lowest that nobody has taken. Only who runs takes one, so none waits for the unborn."""
+    """The next work item, handed on to the other partitions."""
     t = gl.atomic_add(ticket, 1)
     await_empty(ids, done, 2)
     ids.data.index(done & 1).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
@@ -160,11 +174,8 @@ def producer(
         tile, pair, _end, last, n = work(t, z, lengths, BLOCK_M, LEFT, RIGHT)
         b = pair // z.heads
         kv = pair - b * z.heads
-        if n == 0:  # the consumers stage dK and dV in the place of V
-            await_empty(k, done - 1, 1)
-            fetch(k_desc, b, kv, tile * BLOCK_N, k, 0, BLOCK_N, D)
-            await_empty(v, done - 1, 1)
-            fetch(v_desc, b, kv, tile * BLOCK_N, v, 0, BLOCK_N, D)
+        if n == 0:
+            load_keys(k_desc, v_desc, k, v, b, kv, tile, done - 1, D)
         for g in range(z.group):
             h = kv * z.group + g
             for x in range(n):
@@ -174,11 +185,8 @@ def producer(
                 full = steps.full.index(slot)
                 mbarrier.expect(full, 2 * BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
                 tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_M, 0], full, steps.q.index(slot))
-                if (g == 0) & (x == 0):  # the first Q is there before K is free
-                    await_empty(k, done - 1, 1)
-                    fetch(k_desc, b, kv, tile * BLOCK_N, k, 0, BLOCK_N, D)
-                    await_empty(v, done - 1, 1)
-                    fetch(v_desc, b, kv, tile * BLOCK_N, v, 0, BLOCK_N, D)
+                if (g == 0) & (x == 0):  # the first Q comes before K is free
+                    load_keys(k_desc, v_desc, k, v, b, kv, tile, done - 1, D)
                 tma.async_copy_global_to_shared(do_desc, [b, h, m * BLOCK_M, 0], full, steps.do.index(slot))
                 at = ((pair * z.group + g) * z.n_m + m) * (2 * BLOCK_M)
                 tma.async_copy_global_to_shared(stats_desc, [at], full, steps.stats.index(slot))
@@ -187,7 +195,7 @@ def producer(
         done += 1
 
 
-# --- the writer -----------------------------------------------------------------------------------
+# --- the writers ----------------------------------------------------------------------------------
 
 
 @builtin
@@ -199,6 +207,7 @@ def tma_add(desc, coord, src, _semantic=None):
 
 @gluon.jit
 def seen(at):
+    """How many have added, and all that they wrote before they said so."""
     asm: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
     return gl.inline_asm_elementwise(asm, "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -221,15 +230,14 @@ def publish(at, value):
 
 @gluon.jit
 def writer(
-    N: gl.constexpr, sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M: gl.constexpr, SUMS: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    N: gl.constexpr, sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """dQ of every other step, from step N on: to publish it takes about as long as a step."""
+    """Add dQ of every other step, from step N on. Until it is published takes about as long as a step."""
     it = gl.to_tensor(0)
     done = gl.to_tensor(1)
-    if SUMS == 2 or N == 1:  # as if a step before the first had been read
-        for w in gl.static_range(2):
-            named_barrier("arrive", SUM_EMPTY + 2 * N + w, 160)
+    for w in gl.static_range(2):
+        named_barrier("arrive", SUM_EMPTY + 2 * N + w, 160)
     t = taken(ids, 0, 1)
     while t < n_tiles:
         tile, pair, _end, last, n = work(t, z, lengths, BLOCK_M, LEFT, RIGHT)
@@ -238,19 +246,18 @@ def writer(
             now = gl.to_tensor(-1)
             for x in range((it + N) & 1, n, 2):
                 m = last - x
-                mine = turn(tile, m * BLOCK_M, z.low, BLOCK_N, LEFT)
+                mine = turn(tile, m * BLOCK_M, z.low, LEFT)
                 if now < 0:
                     now = seen(turns + head + m)
                 while now < mine:
                     now = seen(turns + head + m)
                 fence_proxy()
                 named_barrier("sync", SUM_FULL + N, 288)
-                staged_dq = sums.index(N % SUMS)
                 if mine == 0:
-                    tma.async_copy_shared_to_global(sum_desc, [(head + m) * BLOCK_M, 0], staged_dq)
+                    tma.async_copy_shared_to_global(sum_desc, [(head + m) * BLOCK_M, 0], sums.index(N))
                 else:
-                    tma_add(sum_desc, [(head + m) * BLOCK_M, 0], staged_dq)
-                now = seen(turns + head + max(m - 2, 0))  # for the next, and in time
+                    tma_add(sum_desc, [(head + m) * BLOCK_M, 0], sums.index(N))
+                now = seen(turns + head + max(m - 2, 0))  # for the next: it is known by the time that it matters
                 tma.store_wait(0)  # it is read
                 for w in gl.static_range(2):
                     named_barrier("arrive", SUM_EMPTY + 2 * N + w, 160)
@@ -285,10 +292,10 @@ def start_dq(ds, k, it, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr)
 
 
 @gluon.jit
-def stage_dq(dq, sums, it, W: gl.constexpr, BLOCK_M: gl.constexpr, SUMS: gl.constexpr, D: gl.constexpr):
-    """Hand dQ of step it to its writer, in the place of step it - SUMS."""
-    named_barrier("sync", SUM_EMPTY + 2 * ((it - SUMS) & 1) + W, 160)
-    stage = sums.index((it & 1) if SUMS == 2 else 0)
+def stage_dq(dq, sums, it, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    """Hand dQ of step it to its writer."""
+    named_barrier("sync", SUM_EMPTY + 2 * (it & 1) + W, 160)
+    stage = sums.index(it & 1)
     if BLOCK_M == 2 * ROWS:
         staged(stage.slice(W * ROWS, ROWS, dim=0), dq)
     else:
@@ -315,10 +322,13 @@ def probabilities(s, lse, i0, j0, end, open_from, open_to, z, qk_scale, LEFT: gl
 @gluon.jit
 def step(
     dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, FIRST: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    FIRST: gl.constexpr,
 ):  # fmt: skip
-    """What the tile of queries from row i0 on adds to dK and dV; and dQ of the step before."""
+    """What the tile of queries from row i0 on adds to dK and dV; and dQ of the step before.
+
+    FIRST: of a tile of keys, where there is no step before. Products are waited for in the order of their start.
+    """
     PARTS: gl.constexpr = BLOCK_M // ROWS
     LAYOUT: gl.constexpr = wgmma_layout(ROWS)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(D), k_width=2)
@@ -366,14 +376,14 @@ def step(
         dk = warpgroup_mma(gl.convert_layout(first, P_LAYOUT), q.slice(0, ROWS, dim=0), dk, is_async=True)
     q_last = q.slice((PARTS - 1) * ROWS, ROWS, dim=0)
     dk = warpgroup_mma(gl.convert_layout(d_s, P_LAYOUT), q_last, dk, is_async=True)
-    fence_async_shared()
+    fence_async_shared()  # of the store, beside the products
     if FIRST:
         named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
     else:
         dq, dv = warpgroup_mma_wait(PARTS, deps=[dq_run, dv])
         # Only now: dS of the step after goes where that of the step before was read.
         named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
-        stage_dq(dq, sums, it - 1, W, BLOCK_M, SUMS, D)
+        stage_dq(dq, sums, it - 1, W, BLOCK_M, D)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     release(steps, slot)
     return dk, dv
@@ -382,8 +392,7 @@ def step(
 @gluon.jit
 def consumer(
     W: gl.constexpr, dk_desc, dv_desc, steps, k, v, ds, sums, ids, odd, lengths, z, n_tiles, scale, qk_scale,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = wgmma_layout(D)
     # This consumer's rows of V: nobody else reads them, and after its last dP nor does it.
@@ -408,21 +417,21 @@ def consumer(
             i0 = i_last
             dk, dv = step(
                 dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M, STAGES,
-                SUMS, D, LEFT, RIGHT, True,
+                D, LEFT, RIGHT, True,
             )  # fmt: skip
             for _ in range(1, total):
                 i0 = gl.where(i0 == i_first, i_last, i0 - BLOCK_M)
                 it += 1
                 dk, dv = step(
                     dk, dv, it, i0, j0, end, open_from, open_to, steps, k, v, ds, sums, z, qk_scale, W, BLOCK_M,
-                    STAGES, SUMS, D, LEFT, RIGHT, False,
+                    STAGES, D, LEFT, RIGHT, False,
                 )  # fmt: skip
         staged(stage, dv.to(stage.dtype))
         tma.async_copy_shared_to_global(dv_desc, [b, kv, j0 + W * ROWS, 0], v_w)
         if total > 0:
             named_barrier("sync", CROSSED + 2 * (it & 1) + W, 256)
             dq = warpgroup_mma_wait(0, deps=[start_dq(ds, k, it, W, BLOCK_M, D)])
-            stage_dq(dq, sums, it, W, BLOCK_M, SUMS, D)
+            stage_dq(dq, sums, it, W, BLOCK_M, D)
             it += 1
         release(k, 0)
         if odd is not None:
@@ -434,20 +443,21 @@ def consumer(
         tma.store_wait(0)
         release(v, 0)
         done += 1
-    for n in gl.static_range(SUMS):  # the last that were read
-        named_barrier("sync", SUM_EMPTY + 2 * ((it + n + 2 - SUMS) & 1) + W, 160)
+    for n in gl.static_range(2):  # the writers' last
+        named_barrier("sync", SUM_EMPTY + 2 * n + W, 160)
 
 
 # The sizes are not specialised: a new length compiles nothing.
 @gluon.jit(
     do_not_specialize=[
-        "ticket", "odd", "lengths", "heads", "group", "len_q", "len_k", "n_m", "pairs", "section", "n_tiles", "low", "high",
+        "ticket", "odd", "lengths", "heads", "group", "len_q", "len_k", "n_m", "pairs", "section", "n_tiles", "low",
+        "high",
     ]
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sum_desc, dk_desc, dv_desc, turns, ticket, odd, lengths, heads, group,
     len_q, len_k, n_m, pairs, section, n_tiles, low, high, scale, qk_scale, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, SUMS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     steps = Steps(
         tiles(q_desc, STAGES, BLOCK_M, D), tiles(do_desc, STAGES, BLOCK_M, D),
@@ -458,7 +468,7 @@ def backward_kernel(
     v = ring(tiles(v_desc, 1, BLOCK_N, D), 1, 2)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
-    sums = gl.allocate_shared_memory(gl.float32, [SUMS, BLOCK_M, D], sum_desc.layout)
+    sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, D], sum_desc.layout)
     ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 4)
     fence_async_shared()
     z = Sizes(heads, group, len_q, len_k, n_m, pairs, section, low, high)
@@ -467,20 +477,20 @@ def backward_kernel(
             (
                 consumer,
                 (0, dk_desc, dv_desc, steps, k, v, ds, sums, ids, odd, lengths, z, n_tiles, scale, qk_scale,
-                 BLOCK_M, STAGES, SUMS, D, LEFT, RIGHT),
+                 BLOCK_M, STAGES, D, LEFT, RIGHT),
             ),
             (
                 consumer,
                 (1, dk_desc, dv_desc, steps, k, v, ds, sums, ids, odd, lengths, z, n_tiles, scale, qk_scale,
-                 BLOCK_M, STAGES, SUMS, D, LEFT, RIGHT),
+                 BLOCK_M, STAGES, D, LEFT, RIGHT),
             ),
             (
                 producer,
                 (q_desc, k_desc, v_desc, do_desc, stats_desc, steps, k, v, ids, ticket, lengths, z, n_tiles, BLOCK_M,
                  STAGES, D, LEFT, RIGHT),
             ),
-            (writer, (0, sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M, SUMS, LEFT, RIGHT)),
-            (writer, (1, sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M, SUMS, LEFT, RIGHT)),
+            (writer, (0, sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M, LEFT, RIGHT)),
+            (writer, (1, sum_desc, sums, ids, turns, lengths, z, n_tiles, BLOCK_M, LEFT, RIGHT)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -195,7 +195,8 @@ def _launch(kernel: str, grid: int, device: torch.device, key: tuple, tensors: t
     if key in _compiled and not any(x.calls for x in hooks):
         _compiled[key](grid, _stream(device), [(t.x.data_ptr(), t.shape, t.strides) for t in tensors], rest)
         return
-    from . import backward, kernel as forward
+    from . import backward
+    from . import kernel as forward
 
     fn = forward.forward_kernel if kernel == "forward" else backward.backward_kernel
     _compiled[key] = Compiled(fn[(grid,)](*(t.descriptor() for t in tensors), *rest, num_warps=4))
@@ -256,7 +257,7 @@ def _backward(r: Request, saved: Saved) -> Grads:
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     out, lse, dlse = saved.out, saved.lse.contiguous(), saved.dlse
     pairs, kv_pairs = r.batch * r.heads, r.batch * r.kv_heads
-    n_m, n_n, n_q = (-(-n // size) for n, size in ((r.len_q, cfg.block_m), (r.len_k, config.BLOCK_N), (r.len_q, config.ROWS)))
+    n_m, n_q, n_n = -(-r.len_q // cfg.block_m), -(-r.len_q // config.ROWS), -(-r.len_k // config.BLOCK_N)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=r.device)
@@ -280,9 +281,9 @@ def _backward(r: Request, saved: Saved) -> Grads:
     rest = (
         turns, ticket, None if odd is None else odd[pairs * n_q :], lengths, r.kv_heads, r.group, r.len_q, r.len_k,
         n_m, kv_pairs, min(section, kv_pairs), n_n * kv_pairs, low, high, r.scale, r.scale * _LOG2E, r.dim,
-        cfg.block_m, cfg.stages, cfg.sums, left, right,
+        cfg.block_m, cfg.stages, left, right,
     )  # fmt: skip
-    key = left, right, masked, lengths is None or lengths.dtype, cfg
+    key = left, right, masked, lengths is None or lengths.dtype
     _launch("backward", min(processors(r.device), n_n * kv_pairs), r.device, key, tensors, rest)
     finish_kernel[(pairs * n_q,)](
         sums, turns, dq, odd, dq.stride()[:3], r.heads, r.len_q, n_m, n_q, r.scale, D=r.dim, BLOCK_M=cfg.block_m,

@@ -101,7 +101,7 @@ def _named_asm(op, threads):
 
 @gluon.jit
 def named_barrier(op: gl.constexpr, number, THREADS: gl.constexpr):
-    """"sync" waits until so many threads have come, "arrive" does not. Triton uses 0, 1 and one for each partition."""
+    """ "sync" waits until so many threads have come, "arrive" does not. Triton uses 0, 1 and one for each partition."""
     at = gl.to_tensor(number)
     asm: gl.constexpr = _named_asm(op, THREADS)
     gl.inline_asm_elementwise(asm, "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
