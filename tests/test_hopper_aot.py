@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +23,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from tilewise.backends.hopper import config  # noqa: E402
+from tilewise import masks  # noqa: E402
+from tilewise.backends.hopper import config, launch  # noqa: E402
 from tilewise.backends.hopper.backward import backward_kernel  # noqa: E402
 from tilewise.backends.hopper.kernel import forward_kernel  # noqa: E402
+from tilewise.backends.triton import aot  # noqa: E402
+from tilewise.dispatch import Saved  # noqa: E402
+from tilewise.request import Request  # noqa: E402
 
 SHARED = 232_448  # bytes that a program may have
 MASKS = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",), "lengths": ("lengths",)}
@@ -155,6 +160,24 @@ def test_backward_compiles_to_what_is_fast(dim, mask):
         assert max(loads for loads, _ in found["spills"]) <= 8
         assert max(stores for _, stores in found["spills"]) <= 2
         assert found["exponentials"] == [config.choose_backward(dim).block_m // 2] * 2
+
+
+@pytest.mark.parametrize("dim", config.HEAD_DIMS)
+def test_the_kernels_around_the_backward(dim, monkeypatch):
+    """Before and after it: they read and write, and do it again where there is a mask and something is not finite."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    for mask, names in ((None, ["prepare", "finish"]), (masks.causal(), ["prepare", "finish", "careful"])):
+        q, k, lse = empty(2, 4, 300, dim), empty(2, 2, 400, dim), empty(2, 4, 300, dtype=torch.float32)
+        r = Request(q=q, k=k, v=k, scale=0.1, mask=mask)
+        with aot.recorded("sm_90") as made, mock.patch.object(launch, "_launch") as main_kernel:
+            launch._backward(r, Saved(q, lse, q, lse, None))
+        assert main_kernel.call_count == 1
+        assert [x.name.removesuffix("_kernel") for x in made] == names
+        assert all(x.resources()["STACK"] == 0 for x in made[:2])
 
 
 def main(direction: str, dim: int, mask: str) -> None:
