@@ -273,6 +273,17 @@ def test_work_on_keys_is_handed_out_in_the_order_of_turns(backward):
             assert [n_n - 1 - back for back, p in places if p == pair] == list(range(n_n))
 
 
+def test_some_gradients_are_left_to_triton(monkeypatch):
+    """Where one is not asked for, or there is nothing to multiply."""
+    gradients = pytest.importorskip("tilewise.backends.triton.gradients", exc_type=ImportError)
+    asked = []
+    monkeypatch.setattr(gradients, "backward", lambda r, saved, needs: asked.append(needs))
+    for needs in (frozenset("q"), frozenset("kv")):
+        launch.backward(request(), None, needs)
+    launch.backward(request(k=make(2, 2, 0, 64), v=make(2, 2, 0, 64)), None, frozenset("qkv"))
+    assert asked == [frozenset("q"), frozenset("kv"), frozenset("qkv")]
+
+
 def test_strides_of_dims_of_size_1_do_not_matter():
     x = make(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 5, 7, 1))
     assert launch.describable(x)
