@@ -237,7 +237,10 @@ def forward(r: Request) -> Output:
 
 
 def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
-    """Launch the backward. Where not all three gradients are asked for, ``triton`` does only what is."""
+    """Launch the backward, which holds sums of dQ in fp32 meanwhile.
+
+    Where not all three gradients are asked for, ``triton`` does only what is.
+    """
     if needs != {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
         from ..triton import gradients
 
