@@ -368,14 +368,29 @@ def requested(device: Device) -> Iterator[Requested]:
 MEMORY = ("causal", "documents", "alibi", "shared bias", "own bias")
 
 
+def _sums(c: Repeatable) -> int:
+    """Bytes of what the backward of ``hopper`` makes beside delta: dQ in fp32 with lse and delta, in whole tiles; a
+    turn of each tile and a ticket; and a byte for each 64 rows that says whether they are finite.
+    """
+    from tilewise.backends.hopper import config
+
+    (b, h, n, d), (_, kv, keys, _) = c.tensors[0].shape, c.tensors[1].shape
+    m = config.choose_backward(d).block_m
+    tiles = b * h * -(-n // m)
+    odd = b * h * -(-n // config.ROWS) + b * kv * -(-keys // config.BLOCK_N) * (config.BLOCK_N // config.ROWS)
+    return 4 * tiles * m * (d + 2) + 4 * (tiles + 1) + odd
+
+
 def memory(backend: str, device: Device, case: str, length: int = 4000) -> str:
-    """Peak bytes beyond the inputs: forward out and lse; backward delta and the gradients. Tile lists on top."""
+    """Peak bytes beyond the inputs: forward out and lse; backward delta, the gradients and what ``hopper`` sums up in.
+    Tile lists on top.
+    """
     c = repeatable(case, device, length)
     c.run(backend)  # what is made once
     rows = 4 * c.dout[..., 0].numel()  # a row statistic in fp32
     low = rows if "bias" in case else 0  # ``Request.keeps_low``
     forward = c.dout.nbytes + rows + low
-    backward = rows + sum(x.nbytes for x in c.tensors)
+    backward = rows + sum(x.nbytes for x in c.tensors) + (_sums(c) if backend == "hopper" else 0)
     lists = length**2 // 64 if case == "documents" else 0  # O(tiles): under a bit for eight pairs
     small = 2**16 if case == "alibi" else 0  # the slopes' gradient, one number for each tile of queries
     with requested(device) as first:

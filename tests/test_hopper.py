@@ -221,6 +221,69 @@ def test_every_tile_is_worked_on_once():
             assert rows == sorted(rows, reverse=True)
 
 
+@pytest.fixture
+def backward():
+    return pytest.importorskip("tilewise.backends.hopper.backward", exc_type=ImportError)
+
+
+EMPTY_BANDS = [masks.window(5, 0, 20) & masks.causal(), masks.causal(-700)]
+
+
+@pytest.mark.parametrize("dim", config.HEAD_DIMS)
+def test_backward_visits_the_tiles_of_the_tile_map(dim, backward):
+    """All that are not empty; those that add to one tile of queries have turns 0, 1, .. in order of their number."""
+    block_m, block_n = config.choose_backward(dim).block_m, config.BLOCK_N
+    ends = (None, 0, 1, 130, 300)
+    for mask, len_q, len_k, end in itertools.product(
+        [None, *BANDS, *EMPTY_BANDS], (1, 128, 129, 600), (1, 128, 515), ends
+    ):
+        keep = launch.kept(mask, len_q, len_k)
+        stop = len_k if end is None else min(end, len_k)
+        given = keep.low or 0, keep.high or 0
+        sides = keep.low is not None, keep.high is not None
+        grid = Grid(1, 1, len_q, len_k, block_m, block_n, torch.device("cpu"))
+        table = torch.full((grid.rows, grid.cols), FULL) if mask is None else mask.verdict(grid)[0, 0]
+        turns = [0] * grid.rows
+        for col in range(grid.cols):
+            j0 = col * block_n
+            last, n = backward.visits.fn(j0, stop, len_q, *given, block_m, *sides)
+            seen = range(last, last - n, -1)
+            if j0 < stop:
+                inside = table[:, col] if j0 + block_n <= stop else table[:, col][:0]
+                assert set((inside != EMPTY).nonzero().flatten().tolist()) <= set(seen)
+            lo, hi = backward.unmasked.fn(j0, stop, len_q, *given, *sides)
+            for row in seen:
+                assert 0 <= row < grid.rows
+                assert backward.turn.fn(col, row * block_m, given[0], sides[0]) == turns[row]
+                turns[row] += 1
+                for i0 in range(row * block_m, (row + 1) * block_m, config.ROWS):
+                    if lo <= i0 <= hi:  # not masked: all pairs exist and are kept
+                        assert i0 + config.ROWS <= len_q
+                        assert j0 + block_n <= stop
+                        kept = range(i0 + config.ROWS - 1 + given[0], i0 + given[1] + 1)
+                        assert not sides[0] or j0 >= kept.start
+                        assert not sides[1] or j0 + block_n <= kept.stop
+
+
+def test_work_on_keys_is_handed_out_in_the_order_of_turns(backward):
+    """Who waits for its turn waits for a tile that was taken before."""
+    for n_n, pairs, section in itertools.product((1, 3, 8), (1, 5), (1, 2, 5)):
+        places = [backward.place.fn(t, n_n, pairs, section, True) for t in range(n_n * pairs)]
+        for pair in range(pairs):
+            assert [n_n - 1 - back for back, p in places if p == pair] == list(range(n_n))
+
+
+def test_some_gradients_are_left_to_triton(monkeypatch):
+    """Where one is not asked for, or there is nothing to multiply."""
+    gradients = pytest.importorskip("tilewise.backends.triton.gradients", exc_type=ImportError)
+    asked = []
+    monkeypatch.setattr(gradients, "backward", lambda r, saved, needs: asked.append(needs))
+    for needs in (frozenset("q"), frozenset("kv")):
+        launch.backward(request(), None, needs)
+    launch.backward(request(k=make(2, 2, 0, 64), v=make(2, 2, 0, 64)), None, frozenset("qkv"))
+    assert asked == [frozenset("q"), frozenset("kv"), frozenset("qkv")]
+
+
 def test_strides_of_dims_of_size_1_do_not_matter():
     x = make(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 5, 7, 1))
     assert launch.describable(x)
@@ -233,4 +296,6 @@ def test_the_blocks_are_those_of_the_cost_model(anywhere, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setitem(dispatch.BACKENDS, "hopper", anywhere)
     monkeypatch.setattr("tilewise.backends.triton.config.generation", lambda device: "sm_90")
-    assert iomodel.machine_for(request(mask=masks.causal())).forward_tile == (128, 128)
+    machine = iomodel.machine_for(request(mask=masks.causal()))
+    assert (machine.forward_tile, machine.backward_tile) == ((128, 128), (128, 128))
+    assert iomodel.machine_for(request(128)).backward_tile == (64, 128)

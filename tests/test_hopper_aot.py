@@ -1,4 +1,4 @@
-"""Every specialisation of the hopper kernel, compiled for sm_90 with no GPU, and its machine code read.
+"""Every specialisation of the hopper kernels, compiled for sm_90 with no GPU, and their machine code read.
 
 Compiled in processes of their own: what ptxas says goes to the standard output of the process.
 """
@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +23,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from tilewise.backends.hopper import config  # noqa: E402
+from tilewise import masks  # noqa: E402
+from tilewise.backends.hopper import config, launch  # noqa: E402
+from tilewise.backends.hopper.backward import backward_kernel  # noqa: E402
 from tilewise.backends.hopper.kernel import forward_kernel  # noqa: E402
+from tilewise.backends.triton import aot  # noqa: E402
+from tilewise.dispatch import Saved  # noqa: E402
+from tilewise.request import Request  # noqa: E402
 
 SHARED = 232_448  # bytes that a program may have
 MASKS = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",), "lengths": ("lengths",)}
@@ -31,17 +37,31 @@ MASKS["all"] = ("left", "right", "lengths")
 CASES = [*itertools.product((64, 128), MASKS)]
 
 
-def compile_case(dim: int, masked: tuple[str, ...], dtype: str, top: bool) -> "triton.compiler.CompiledKernel":
+def descriptor(dtype: str, *block: int) -> str:
+    """The type of a descriptor, as ``launch.Tiled`` makes it."""
+    element = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[dtype]
+    flat = len(block) == 1
+    layout = gl.NVMMASharedLayout(0, 32, 1) if flat else gl.NVMMASharedLayout.get_default_for(list(block), element)
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+
+def compiled(kernel, types: dict[str, str], constants: dict[str, object]) -> "triton.compiler.CompiledKernel":
+    """The kernel with pointers that are aligned, and what is neither a type nor a constant an int."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    aligned = [i for i, n in enumerate(names) if n in ("lse", "top", "turns") or n.endswith("_ptr")]
+    source = GluonASTSource(
+        kernel, signature, {(names.index(n),): x for n, x in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i in aligned if names[i] in types},
+    )  # fmt: skip
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def compile_forward(dim: int, masked: tuple[str, ...], dtype: str, top: bool) -> "triton.compiler.CompiledKernel":
     """What ``launch.forward`` launches for a request."""
     cfg = config.choose(dim, bool(masked), "left" in masked)
-    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
-
-    def descriptor(rows: int) -> str:
-        block = [1, 1, rows, dim]
-        return f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, element)!r}>"
-
     rows = {"q_desc": config.ROWS, "k_desc": cfg.block_n, "v_desc": cfg.block_n, "o_desc": config.ROWS}
-    types = {name: descriptor(n) for name, n in rows.items()} | {"lse": "*fp32", "qk_scale": "fp32"}
+    types = {name: descriptor(dtype, 1, 1, n, dim) for name, n in rows.items()} | {"lse": "*fp32", "qk_scale": "fp32"}
     types |= {f"{x}_ptr": f"*{dtype}" for x in "qkv"} | {f"{x}_{s}": "i64" for x in "qkv" for s in "bhl"}
     types |= {"top": "*fp32"} if top else {}
     types |= {"lengths": "*i64"} if "lengths" in masked else {}
@@ -49,14 +69,23 @@ def compile_case(dim: int, masked: tuple[str, ...], dtype: str, top: bool) -> "t
     constants = {"D": dim, "BLOCK_N": cfg.block_n, "STAGES": cfg.stages, "WIDE": cfg.wide}
     constants |= {"LEFT": "left" in masked, "RIGHT": "right" in masked}
     constants |= {x: None for x in ("top", "lengths", "counter") if x not in types}
-    names = forward_kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if n in types and (n in ("lse", "top") or n.endswith("_ptr"))]
-    source = GluonASTSource(
-        forward_kernel, signature, {(names.index(n),): x for n, x in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i in aligned},
-    )  # fmt: skip
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return compiled(forward_kernel, types, constants)
+
+
+def compile_backward(dim: int, masked: tuple[str, ...], dtype: str) -> "triton.compiler.CompiledKernel":
+    """The kernel for dK, dV and the sums of dQ that ``launch.backward`` launches for a request."""
+    cfg = config.choose_backward(dim)
+    m, n = cfg.block_m, config.BLOCK_N
+    rows = {"q_desc": m, "k_desc": n, "v_desc": n, "do_desc": m, "dk_desc": config.ROWS, "dv_desc": config.ROWS}
+    types = {name: descriptor(dtype, 1, 1, n, dim) for name, n in rows.items()}
+    types |= {"stats_desc": descriptor("fp32", 2 * m), "sum_desc": descriptor("fp32", m, dim)}
+    types |= {"turns": "*i32", "ticket": "*i32", "scale": "fp32", "qk_scale": "fp32"}
+    types |= {"odd": "*i8"} if masked else {}
+    types |= {"lengths": "*i64"} if "lengths" in masked else {}
+    constants = {"D": dim, "BLOCK_M": m, "STAGES": cfg.stages}
+    constants |= {"LEFT": "left" in masked, "RIGHT": "right" in masked}
+    constants |= {x: None for x in ("odd", "lengths") if x not in types}
+    return compiled(backward_kernel, types, constants)
 
 
 # --- reading the code -----------------------------------------------------------------------------
@@ -76,11 +105,11 @@ def sass(kernel) -> list[tuple[int, str]]:
 
 
 def fast_loops(code: list[tuple[int, str]]) -> list[list[str]]:
-    """The innermost loops in which consumers take turns: over blocks of keys. Careful products are in other loops."""
+    """The innermost loops in which consumers multiply and signal each other. Careful products are in other loops."""
     at = {address: n for n, (address, _) in enumerate(code)}
     jumps = ((at.get(int(m[1], 16), n), n) for n, (_, x) in enumerate(code) if (m := JUMP.search(x)))
-    loops = [(a, b) for a, b in jumps if a < b and any("BAR.ARV" in x for _, x in code[a:b])]
-    inner = [(a, b) for a, b in loops if not any(o != (a, b) and a <= o[0] and o[1] <= b for o in loops)]
+    loops = [(a, b) for a, b in jumps if a < b and all(any(m in x for _, x in code[a:b]) for m in ("BAR.ARV", "HGMMA"))]
+    inner = [(a, b) for a, b in loops if not any(a < end < b for _, end in loops)]  # or a jump back from a wait outside
     return [[x for _, x in code[a : b + 1]] for a, b in inner]
 
 
@@ -95,13 +124,12 @@ def overlapped(loop: list[str]) -> int:
     return count("MUFU.EX2", loop[waits[0] : waits[1]])
 
 
-@pytest.mark.parametrize(("dim", "mask"), CASES)
-def test_compiles_to_what_is_fast(dim, mask):
-    """Fits an SM, keeps the loops in registers, multiplies by wgmma, and ptxas has no remark on it."""
+def report(direction: str, dim: int, mask: str) -> list[dict]:
+    """What ``main`` finds in its own process, in bf16 and fp16. ptxas must have no remark."""
     env = {**os.environ, "TRITON_DUMP_PTXAS_LOG": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as cache:  # an empty one, as ptxas says nothing of what is in the cache
         env["TRITON_CACHE_DIR"] = cache
-        command = [sys.executable, __file__, str(dim), mask]
+        command = [sys.executable, __file__, direction, str(dim), mask]
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     said = done.stdout + done.stderr
@@ -113,21 +141,61 @@ def test_compiles_to_what_is_fast(dim, mask):
         assert found["fast"] == 2, "a loop of each consumer"
         assert min(found["UTMALDG"], found["HGMMA"]) > 0
         assert found["HMMA"] == 0
-        assert found["spills"] == [0, 0]
+    return kernels
+
+
+@pytest.mark.parametrize(("dim", "mask"), CASES)
+def test_compiles_to_what_is_fast(dim, mask):
+    """Fits an SM, keeps the loops in registers, multiplies by wgmma, and ptxas has no remark on it."""
+    for found in report("forward", dim, mask):
+        assert found["spills"] == [[0, 0], [0, 0]]
         assert found["overlapped"] == [66, 66], "64 of a block of P, and those of two rows' maxima"
 
 
-def main(dim: int, mask: str) -> None:
+@pytest.mark.parametrize(("dim", "mask"), CASES)
+def test_backward_compiles_to_what_is_fast(dim, mask):
+    """The same. Of 240 registers none is left over: a few addresses that do not change are read back in the loops."""
+    for found in report("backward", dim, mask):
+        assert found["UTMAREDG"] > 0
+        assert max(loads for loads, _ in found["spills"]) <= 8
+        assert max(stores for _, stores in found["spills"]) <= 2
+        assert found["exponentials"] == [config.choose_backward(dim).block_m // 2] * 2
+
+
+@pytest.mark.parametrize("dim", config.HEAD_DIMS)
+def test_the_kernels_around_the_backward(dim, monkeypatch):
+    """Before and after it: they read and write, and do it again where there is a mask and something is not finite."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    for mask, names in ((None, ["prepare", "finish"]), (masks.causal(), ["prepare", "finish", "careful"])):
+        q, k, lse = empty(2, 4, 300, dim), empty(2, 2, 400, dim), empty(2, 4, 300, dtype=torch.float32)
+        r = Request(q=q, k=k, v=k, scale=0.1, mask=mask)
+        with aot.recorded("sm_90") as made, mock.patch.object(launch, "_launch") as main_kernel:
+            launch._backward(r, Saved(q, lse, q, lse, None))
+        assert main_kernel.call_count == 1
+        assert [x.name.removesuffix("_kernel") for x in made] == names
+        assert all(x.resources()["STACK"] == 0 for x in made[:2])
+
+
+def main(direction: str, dim: int, mask: str) -> None:
     for dtype, top in (("bf16", False), ("fp16", True)):
-        kernel = compile_case(dim, MASKS[mask], dtype, top)
+        if direction == "forward":
+            kernel = compile_forward(dim, MASKS[mask], dtype, top)
+        else:
+            kernel = compile_backward(dim, MASKS[mask], dtype)
         code = sass(kernel)
         fast, lines = fast_loops(code), [x for _, x in code]
-        found = {name: count(name, lines) for name in ("UTMALDG", "HGMMA", "HMMA")}
+        found = {name: count(name, lines) for name in ("UTMALDG", "UTMAREDG", "HGMMA", "HMMA")}
         found |= {"shared": kernel.metadata.shared, "fast": len(fast)}
-        found |= {"spills": [count("(LDL|STL)", x) for x in fast], "overlapped": [overlapped(x) for x in fast]}
+        found |= {"spills": [(count("LDL", x), count("STL", x)) for x in fast]}
+        found |= {"exponentials": [count("MUFU.EX2", x) for x in fast]}
+        found |= {"overlapped": [overlapped(x) for x in fast]} if direction == "forward" else {}
         print("KERNEL " + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

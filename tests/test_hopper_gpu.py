@@ -67,18 +67,69 @@ def test_what_is_hidden_stays_hidden(mask, value, dim):
         tensors = qkv(m, 2, 2, 300, 300, dim)
         for name in names:
             tensors[name][:, :, where] = value
-        return Call(tensors, {"mask": ODD[mask]}, needs=())
+        return Call(tensors, {"mask": ODD[mask]})
 
     for where in (slice(-7, None), 5):
-        for names in ("v", "kv"):
+        for names in ("v", "kv", "q"):
             passes(lambda m, where=where, names=names: make(m, where, names))
+
+
+def tensors(dim, length=2000, seed=1):
+    g = torch.Generator(GPU).manual_seed(seed)
+    shapes = [(2, h, length, dim) for h in (4, 2, 2, 4)]
+    return [torch.randn(s, generator=g, device=GPU, dtype=torch.bfloat16) for s in shapes]
+
+
+def everything(mask, q, k, v, dout):
+    """Output, log-sum-exp and all gradients; that of the log-sum-exp is the output's first channel."""
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, aux = attention(q, k, v, BANDS[mask], backend="hopper", return_aux=AuxRequest(lse=True))
+    given = [dout, dout[..., 0].float()]
+    return [out, aux.lse, *torch.autograd.grad([out, aux.lse], [q, k, v], given)]
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_the_same_bits(mask, dim):
-    q, k, v = (torch.randn(2, h, 2000, dim, device=GPU, dtype=torch.bfloat16) for h in (4, 2, 2))
-    runs = [attention(q, k, v, BANDS[mask], backend="hopper", return_aux=AuxRequest(lse=True)) for _ in range(30)]
-    for out, aux in runs[1:]:
-        assert torch.equal(out, runs[0][0])
-        assert torch.equal(aux.lse, runs[0][1].lse)
+    given = tensors(dim)
+    first = everything(mask, *given)
+    for _ in range(29):
+        for x, y in zip(everything(mask, *given), first, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_in_a_graph(mask):
+    """A replay with other numbers gives what an eager call gives."""
+    given = tensors(64, 500)
+    side = torch.cuda.Stream(GPU)
+    side.wait_stream(torch.cuda.current_stream(GPU))
+    with torch.cuda.stream(side):
+        everything(mask, *given)
+    torch.cuda.current_stream(GPU).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        written = everything(mask, *given)
+    for seed in (2, 3):
+        fresh = tensors(64, 500, seed)
+        with torch.no_grad():
+            for x, y in zip(given, fresh, strict=True):
+                x.copy_(y)
+        graph.replay()
+        for x, y in zip(written, everything(mask, *fresh), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_gradients_of_any_layout():
+    """An incoming gradient that TMA cannot load is copied."""
+    q, k, v, _ = tensors(64, 300)
+    for dout in (torch.ones((), device=GPU, dtype=q.dtype).expand(q.shape), torch.randn_like(q.mT).mT):
+        for x, y in zip(
+            everything("causal", q, k, v, dout), everything("causal", q, k, v, dout.contiguous()), strict=True
+        ):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("needs", ["q", "kv", "qkv"])
+def test_only_what_is_asked_for(needs):
+    passes(lambda m: Call(qkv(m, 1, 2, 300, 300, 64), {"mask": masks.causal()}, needs=tuple(needs)))

@@ -1,4 +1,4 @@
-"""The backends. Each is one module; none imports another, but for ``hopper``, whose backward is that of ``triton``."""
+"""The backends. Each is one module; none imports another, but for ``hopper``, which leaves some cases to ``triton``."""
 
 from ..dispatch import register
 from . import dense, hopper, tiled, torch_sdpa, triton

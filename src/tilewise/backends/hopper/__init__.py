@@ -1,10 +1,11 @@
-"""The backend ``hopper``: the forward as a warp-specialised kernel in Gluon, for the H100 and the H200.
+"""The backend ``hopper``: forward and backward as warp-specialised kernels in Gluon, for the H100 and the H200.
 
-It takes what fills those GPUs: bf16 and fp16, head dims 64 and 128, full attention, bands and key lengths. The backward
-is that of ``triton``, which gets the same output and log-sum-exp. Gluon is an experimental language of Triton, and its
-compiler decides whether the kernel is fast: a version of Triton counts as known once the kernel was measured with it.
+It takes what fills those GPUs: bf16 and fp16, head dims 64 and 128, full attention, bands and key lengths. Where not
+all of dQ, dK and dV are asked for the backward is that of ``triton``. Gluon is an experimental language of Triton, and
+its compiler decides whether a kernel is fast: a version of Triton counts as known once the kernels were measured with
+it.
 
-This module imports without Triton; the kernel is imported when the first request runs.
+This module imports without Triton; the kernels are imported when the first request runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 class HopperBackend(Backend):
     name = "hopper"
-    summary = "warp-specialised forward kernel for H100 and H200: 16 bits, head dims 64 and 128, bands, key lengths"
+    summary = "warp-specialised kernels for H100 and H200: 16 bits, head dims 64 and 128, bands, key lengths"
     devices = ("cuda",)
     dtypes = (torch.bfloat16, torch.float16)
     features = frozenset({"mask", "lse", "max_logits", "gqa"})
@@ -50,9 +51,7 @@ class HopperBackend(Backend):
         return launch.forward(r)
 
     def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
-        from ..triton.gradients import backward
-
-        return backward(r, saved, needs)
+        return launch.backward(r, saved, needs)
 
 
 def machine(device: torch.device) -> list[Reason]:

@@ -1,4 +1,4 @@
-"""Blocks and pipeline depth of the kernel: a frozen configuration with the reason beside each value."""
+"""Blocks and pipeline depth of the kernels: frozen configurations with the reason beside each value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ L2_BYTES = 32 * 2**20  # keys and values of the heads that are worked on at a ti
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel is cut up."""
+    """How the forward kernel is cut up."""
 
     block_n: int
     stages: int
@@ -28,3 +28,30 @@ def choose(dim: int, masked: bool, left: bool) -> Config:
     a mask it does not, and fp32 would spill: between tiles there, in the loop beside a window at D = 128.
     """
     return Config(block_n=128, stages=2, wide=masked and not (left and dim == 128))
+
+
+@dataclass(frozen=True)
+class Backward:
+    """How the backward kernel is cut up."""
+
+    block_m: int
+    stages: int
+
+
+BLOCK_N = 2 * ROWS  # keys of a program of the backward
+
+
+def choose_backward(dim: int) -> Backward:
+    """The configuration for a head dim.
+
+    block_m: beside dK and dV a consumer's registers hold scores of 64 queries at D = 128, and at D = 64 the next 64 as
+    well. stages: what fits the 227 KB; a third in place of a second buffer for dQ is no faster.
+    """
+    return Backward(block_m=64 if dim == 128 else 128, stages=2)
+
+
+def section(dim: int, len_q: int, group: int) -> int:
+    """How many key heads are worked on at a time. So that Q, dO and the sums of dQ of their query heads fit the L2, but
+    four at least: with fewer the programs of a head, one for each tile of keys, wait long for their first turn.
+    """
+    return max(4, L2_BYTES // (8 * len_q * dim * group))

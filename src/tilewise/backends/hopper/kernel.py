@@ -22,9 +22,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from . import config
+from .pipeline import (
+    Sizes,
+    await_empty,
+    await_full,
+    fetch,
+    is_odd,
+    named_barrier,
+    place,
+    release,
+    ring,
+    staged,
+    tiles,
+    wgmma_layout,
+)
 
 ROWS = gl.constexpr(config.ROWS)
 BLOCK_M = gl.constexpr(config.BLOCK_M)
@@ -32,7 +45,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
 # Where maxima start. Finite, so that a row without keys needs no test in the loops: -inf - (-inf) would be NaN.
 LOWEST = gl.constexpr(-(2.0**100))
-TURN = gl.constexpr(8)  # named barriers 8 and 9: Triton uses 0, 1 and one for each partition
+TURN = gl.constexpr(8)  # named barriers 8 and 9
 
 
 # --- which blocks ---------------------------------------------------------------------------------
@@ -59,39 +72,6 @@ def span(r0, r1, end, low, high, BLOCK: gl.constexpr, LEFT: gl.constexpr, RIGHT:
 
 
 @gluon.jit
-def place(t, n_m, pairs, section, LONGEST_FIRST: gl.constexpr):
-    """(tile of queries, batch entry and head) of work item t. The keys and values of a section of heads fit the L2."""
-    if LONGEST_FIRST:
-        s = t // (n_m * section)
-        rest = t - s * n_m * section
-        n = min(section, pairs - s * section)
-        return n_m - 1 - rest // n, s * section + rest % n
-    else:
-        pair = t // n_m
-        return t - pair * n_m, pair
-
-
-@aggregate
-class Sizes:
-    """The problem in numbers: the same for every partition."""
-
-    heads: gl.tensor
-    group: gl.tensor
-    len_q: gl.tensor
-    len_k: gl.tensor
-    n_m: gl.tensor
-    pairs: gl.tensor
-    section: gl.tensor
-    low: gl.tensor
-    high: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, heads, group, len_q, len_k, n_m, pairs, section, low, high):
-        self.heads, self.group, self.len_q, self.len_k = heads, group, len_q, len_k
-        self.n_m, self.pairs, self.section, self.low, self.high = n_m, pairs, section, low, high
-
-
-@gluon.jit
 def work(t, z, lengths, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Work item t as (first row, batch entry, head, end of the keys, and its ``span``)."""
     m, pair = place(t, z.n_m, z.pairs, z.section, RIGHT)
@@ -104,91 +84,21 @@ def work(t, z, lengths, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.con
     return row, b, pair - b * z.heads, end, last, right, full, n
 
 
-@gluon.constexpr_function
-def wgmma_layout(n):
-    """Of the result of a product with n columns, in the registers of a warp group."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
-
-
-# --- the pipeline ---------------------------------------------------------------------------------
-
-
-@aggregate
-class Ring:
-    """Buffers that one warp fills and others empty: a barrier each for full and for empty."""
-
-    data: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, data, full, empty):
-        self.data, self.full, self.empty = data, full, empty
-
-
-@gluon.jit
-def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
-    b = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(N):
-        mbarrier.init(b.index(n), count=ARRIVALS)
-    return b
-
-
-@gluon.jit
-def tiles(desc, N: gl.constexpr, M: gl.constexpr, D: gl.constexpr):
-    """Room for N tiles (1, 1, M, D) of a tensor."""
-    return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, M, D], desc.layout)
-
-
-@gluon.jit
-def ring(data, N: gl.constexpr, READERS: gl.constexpr):
-    return Ring(data, barriers(N, 1), barriers(N, READERS))
-
-
-@gluon.jit
-def await_full(r, it, N: gl.constexpr, pred=True):
-    mbarrier.wait(r.full.index(it % N), (it // N) & 1, pred=pred)
-
-
-@gluon.jit
-def await_empty(r, it, N: gl.constexpr):
-    mbarrier.wait(r.empty.index(it % N), ((it // N) & 1) ^ 1)
-
-
-@gluon.jit
-def release(r, slot):
-    mbarrier.arrive(r.empty.index(slot), count=1)
-
-
-@gluon.constexpr_function
-def _turn_asm(op, number):
-    return f"bar.{op} {number}, 256; mov.b32 $0, $1;"
+# --- turns --------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def await_turn(W: gl.constexpr):
     """Until the other consumer has handed over: its products are issued."""
-    zero = gl.to_tensor(0)
-    gl.inline_asm_elementwise(
-        _turn_asm("sync", TURN + W), "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    named_barrier("sync", TURN + W, 256)
 
 
 @gluon.jit
 def hand_over(W: gl.constexpr):
-    zero = gl.to_tensor(0)
-    gl.inline_asm_elementwise(
-        _turn_asm("arrive", TURN + 1 - W), "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    named_barrier("arrive", TURN + 1 - W, 256)
 
 
 # --- the producer ---------------------------------------------------------------------------------
-
-
-@gluon.jit
-def fetch(desc, b, h, row, r, slot, ROWS_: gl.constexpr, D: gl.constexpr):
-    mbarrier.expect(r.full.index(slot), ROWS_ * D * 2)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], r.full.index(slot), r.data.index(slot))
 
 
 @gluon.jit
@@ -325,13 +235,6 @@ def fold(
 
 
 @gluon.jit
-def is_odd(x):
-    """Whether a NaN or an infinity is in x (M, N): 0 times it is NaN, and so is a sum with NaN in it."""
-    total = gl.sum(gl.sum(x * 0.0, 1), 0)
-    return total != total
-
-
-@gluon.jit
 def load_rows(x, first, length, stride, D: gl.constexpr):
     """Rows first .. first + 64 of a (length, D) matrix, 0 beyond its end."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -339,13 +242,6 @@ def load_rows(x, first, length, stride, D: gl.constexpr):
     channels = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     at = x + rows.to(gl.int64)[:, None] * stride + channels[None, :]
     return gl.load(at, mask=(rows < length)[:, None], other=0.0)
-
-
-@gluon.jit
-def staged(stage, x):
-    stage.store(x)
-    fence_async_shared()
-    return stage
 
 
 @gluon.jit

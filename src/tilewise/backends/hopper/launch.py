@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...dispatch import Output
+from ...dispatch import Grads, Output, Saved
 from ...masks import All, Band, Lengths, Mask
 from ...request import NEG_INF, Request
 from . import config
@@ -54,6 +54,12 @@ def kept(mask: Mask | None, len_q: int, len_k: int) -> Kept | None:
     return total
 
 
+def ends(keep: Kept) -> tuple[int, int, bool, bool]:
+    """low, high, and which of them there are."""
+    low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
+    return low, high, keep.low is not None, keep.high is not None
+
+
 def _both(pick: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else pick(a, b)
 
@@ -88,14 +94,18 @@ def processors(device: torch.device) -> int:
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
-def _counter(device: torch.device, stream: int) -> Tensor:
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _counter(device: torch.device) -> Tensor:
     """The number of the next tile to work on, and of programs that are done: two zeros, which a launch leaves as zeros.
 
     One pair for each stream, where launches follow each other. A graph may run beside them: it gets its own.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = device.index, stream
+    key = device.index, _stream(device)
     if key not in _counters:
         _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return _counters[key]
@@ -149,31 +159,47 @@ class _Descriptor(NamedTuple):
     padding: str = "zero"
 
 
+class Tiled(NamedTuple):
+    """A tensor as TMA takes it: in tiles. The last stride is 1."""
+
+    x: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+    def descriptor(self) -> Any:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[self.x.dtype]
+        block = list(self.block)
+        one = len(block) == 1
+        layout = gl.NVMMASharedLayout(0, 32, 1) if one else gl.NVMMASharedLayout.get_default_for(block, element)
+        return TensorDescriptor(self.x, list(self.shape), [*self.strides, 1], block, layout)
+
+
+def tiled(x: Tensor, rows: int) -> Tiled:
+    """A (B, H, L, D) tensor in tiles of so many rows."""
+    return Tiled(x, tuple(x.shape), strides(x), (1, 1, rows, x.shape[3]))
+
+
 _compiled: dict[tuple, Compiled] = {}
 
 
-def _launch(grid: int, stream: int, key: tuple, tensors: tuple[Tensor, ...], lies: list[tuple], rest: tuple) -> None:
-    """``forward_kernel[(grid,)]`` of the tensors' descriptors and the rest. key: all that the code depends on."""
+def _launch(kernel: str, grid: int, device: torch.device, key: tuple, tensors: tuple[Tiled, ...], rest: tuple) -> None:
+    """``kernel[(grid,)]`` of the tensors' descriptors and the rest. key: what else the code depends on."""
     from triton import knobs
 
+    key = kernel, device.index, tensors[0].x.dtype, *key, *(t.block for t in tensors)
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook  # a profiler's
     if key in _compiled and not any(x.calls for x in hooks):
-        _compiled[key](grid, stream, lies, rest)
+        _compiled[key](grid, _stream(device), [(t.x.data_ptr(), t.shape, t.strides) for t in tensors], rest)
         return
-    from .kernel import forward_kernel
+    from . import backward
+    from . import kernel as forward
 
-    described = (descriptor(x, n) for x, n in zip(tensors, key[-1], strict=True))
-    _compiled[key] = Compiled(forward_kernel[(grid,)](*described, *rest, num_warps=4))
-
-
-def descriptor(x: Tensor, rows: int) -> Any:
-    """Of tiles of so many rows of a (B, H, L, D) tensor."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    block = [1, 1, rows, x.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
-    return TensorDescriptor(x, list(x.shape), [*strides(x), 1], block, layout)
+    fn = forward.forward_kernel if kernel == "forward" else backward.backward_kernel
+    _compiled[key] = Compiled(fn[(grid,)](*(t.descriptor() for t in tensors), *rest, num_warps=4))
 
 
 def forward(r: Request) -> Output:
@@ -188,26 +214,100 @@ def forward(r: Request) -> Output:
         return o
     keep = kept(r.mask, r.len_q, r.len_k)
     assert keep is not None
-    left, right = keep.low is not None, keep.high is not None
-    low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
+    low, high, left, right = ends(keep)
     masked = left or right or keep.lengths is not None
     cfg = config.choose(r.dim, masked, left)
     tiles = -(-r.len_q // config.BLOCK_M)
     pairs = r.batch * r.heads
     section = max(1, config.L2_BYTES // (4 * r.len_k * r.dim)) * r.group
     with torch.cuda.device(r.device):
-        stream = torch._C._cuda_getCurrentRawStream(r.device.index)
         lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
-        counter = _counter(r.device, stream) if masked else None  # without, all tiles take as long
+        counter = _counter(r.device) if masked else None  # without, all tiles take as long
         q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
-        tensors = q, k, v, o.out
-        lies = [(x.data_ptr(), x.shape, strides(x)) for x in tensors]
+        tensors = tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n), tiled(o.out, config.ROWS)
         rest = (
             o.lse, o.max_logits, lengths, counter, r.heads, r.group, r.len_q, r.len_k, tiles, pairs,
-            min(section, pairs), tiles * pairs, low, high, r.scale * _LOG2E, q, k, v, *lies[0][2], *lies[1][2],
-            *lies[2][2], r.dim, cfg.block_n, cfg.stages, cfg.wide, left, right,
+            min(section, pairs), tiles * pairs, low, high, r.scale * _LOG2E, q, k, v,
+            *tensors[0].strides, *tensors[1].strides, *tensors[2].strides, r.dim, cfg.block_n, cfg.stages, cfg.wide,
+            left, right,
         )  # fmt: skip
-        rows = config.ROWS, cfg.block_n, cfg.block_n, config.ROWS
-        key = r.device.index, r.dtype, r.dim, left, right, r.want_max_logits, lengths is None or lengths.dtype, rows
-        _launch(min(processors(r.device), tiles * pairs), stream, key, tensors, lies, rest)
+        key = left, right, r.want_max_logits, lengths is None or lengths.dtype
+        _launch("forward", min(processors(r.device), tiles * pairs), r.device, key, tensors, rest)
     return o
+
+
+def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
+    """Launch the backward, which holds sums of dQ in fp32 meanwhile.
+
+    Where not all three gradients are asked for, ``triton`` does only what is.
+    """
+    if needs != {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
+        from ..triton import gradients
+
+        return gradients.backward(r, saved, needs)
+    with torch.cuda.device(r.device):
+        return _backward(r, saved)
+
+
+def _backward(r: Request, saved: Saved) -> Grads:
+    from .backward import finish_kernel, prepare_kernel
+
+    keep, cfg = kept(r.mask, r.len_q, r.len_k), config.choose_backward(r.dim)
+    assert keep is not None
+    low, high, left, right = ends(keep)
+    masked = left or right or keep.lengths is not None
+    q, k, v, dout = (aligned(x if describable(x) else x.contiguous()) for x in (r.q, r.k, r.v, saved.dout))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    out, lse, dlse = saved.out, saved.lse.contiguous(), saved.dlse
+    pairs, kv_pairs = r.batch * r.heads, r.batch * r.kv_heads
+    n_m, n_q, n_n = -(-r.len_q // cfg.block_m), -(-r.len_q // config.ROWS), -(-r.len_k // config.BLOCK_N)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=r.device)
+
+    sums, stats = empty(pairs * n_m * cfg.block_m, r.dim), empty(pairs * n_m * 2 * cfg.block_m)
+    turns = empty(pairs * n_m + 1, dtype=torch.int32)
+    ticket = turns[-1:]
+    delta = empty(pairs * r.len_q) if masked else None
+    odd = empty(pairs * n_q + kv_pairs * n_n * 2, dtype=torch.int8) if masked else None
+    prepare_kernel[(pairs * n_m,)](
+        out, dout, lse, dlse, stats, delta, turns, ticket, out.stride()[:3], dout.stride()[:3],
+        (0, 0, 0) if dlse is None else dlse.stride(), r.heads, r.len_q, n_m, D=r.dim, BLOCK_M=cfg.block_m, num_warps=4,
+    )  # fmt: skip
+    tensors = (
+        tiled(q, cfg.block_m), tiled(k, config.BLOCK_N), tiled(v, config.BLOCK_N), tiled(dout, cfg.block_m),
+        Tiled(stats, (stats.numel(),), (), (2 * cfg.block_m,)),
+        Tiled(sums, tuple(sums.shape), (r.dim,), (cfg.block_m, r.dim)), tiled(dk, config.ROWS), tiled(dv, config.ROWS),
+    )  # fmt: skip
+    lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
+    section = config.section(r.dim, r.len_q, r.group)
+    rest = (
+        turns, ticket, None if odd is None else odd[pairs * n_q :], lengths, r.kv_heads, r.group, r.len_q, r.len_k,
+        n_m, kv_pairs, min(section, kv_pairs), n_n * kv_pairs, low, high, r.scale, r.scale * _LOG2E, r.dim,
+        cfg.block_m, cfg.stages, left, right,
+    )  # fmt: skip
+    key = left, right, masked, lengths is None or lengths.dtype
+    _launch("backward", min(processors(r.device), n_n * kv_pairs), r.device, key, tensors, rest)
+    finish_kernel[(pairs * n_q,)](
+        sums, turns, dq, odd, dq.stride()[:3], r.heads, r.len_q, n_m, n_q, r.scale, D=r.dim, BLOCK_M=cfg.block_m,
+        ROWS=config.ROWS, num_warps=4,
+    )  # fmt: skip
+    if odd is not None:
+        _careful(r, (q, k, v, dout), lse, delta, (dq, dk, dv), odd, n_q, 2 * n_n)
+    return Grads(dq, dk, dv)
+
+
+def _careful(
+    r: Request, inputs: tuple[Tensor, ...], lse: Tensor, delta: Tensor | None, grads: tuple[Tensor, ...], odd: Tensor,
+    n_q: int, n_k: int,
+) -> None:  # fmt: skip
+    from ..triton.launch import Problem
+    from .careful import CHUNK, careful_kernel
+
+    p, total_q = Problem(r), r.batch * r.heads * n_q
+    careful_kernel[(-(-odd.numel() // CHUNK),)](
+        odd, *inputs, lse, delta, *grads, *(x.stride() for x in (*inputs, *grads)), p.stat_strides(lse), r.len_q,
+        r.len_k, r.heads, r.group, r.scale, p.qk_scale, n_q, n_k, total_q, odd.numel(), p.mask_args, KEEP=p.mask.keep,
+        REACH_Q=p.mask.reach_q, REACH_K=p.mask.reach_k, D=r.dim, UNIT=p.unit, WIDE=p.wide(*inputs, *grads),
+        CHUNK=CHUNK, num_warps=4, num_stages=1,
+    )  # fmt: skip

@@ -1,0 +1,127 @@
+"""What the forward and the backward kernel are built from: work items, rings of buffers, named barriers."""
+
+# No ``from __future__ import annotations``: Gluon reads the annotations.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+
+@gluon.jit
+def place(t, n_m, pairs, section, LONGEST_FIRST: gl.constexpr):
+    """(tile of queries, batch entry and head) of work item t. The keys and values of a section of heads fit the L2."""
+    if LONGEST_FIRST:
+        s = t // (n_m * section)
+        rest = t - s * n_m * section
+        n = min(section, pairs - s * section)
+        return n_m - 1 - rest // n, s * section + rest % n
+    else:
+        pair = t // n_m
+        return t - pair * n_m, pair
+
+
+@aggregate
+class Sizes:
+    """The problem in numbers: the same for every partition."""
+
+    heads: gl.tensor
+    group: gl.tensor
+    len_q: gl.tensor
+    len_k: gl.tensor
+    n_m: gl.tensor
+    pairs: gl.tensor
+    section: gl.tensor
+    low: gl.tensor
+    high: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, heads, group, len_q, len_k, n_m, pairs, section, low, high):
+        self.heads, self.group, self.len_q, self.len_k = heads, group, len_q, len_k
+        self.n_m, self.pairs, self.section, self.low, self.high = n_m, pairs, section, low, high
+
+
+@gluon.constexpr_function
+def wgmma_layout(n):
+    """Of the result of a product with n columns, in the registers of a warp group."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+
+
+@aggregate
+class Ring:
+    """Buffers that one warp fills and others empty: a barrier each for full and for empty."""
+
+    data: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, data, full, empty):
+        self.data, self.full, self.empty = data, full, empty
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
+    b = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(N):
+        mbarrier.init(b.index(n), count=ARRIVALS)
+    return b
+
+
+@gluon.jit
+def tiles(desc, N: gl.constexpr, M: gl.constexpr, D: gl.constexpr):
+    """Room for N tiles (1, 1, M, D) of a tensor."""
+    return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, M, D], desc.layout)
+
+
+@gluon.jit
+def ring(data, N: gl.constexpr, READERS: gl.constexpr):
+    return Ring(data, barriers(N, 1), barriers(N, READERS))
+
+
+@gluon.jit
+def await_full(r, it, N: gl.constexpr, pred=True):
+    mbarrier.wait(r.full.index(it % N), (it // N) & 1, pred=pred)
+
+
+@gluon.jit
+def await_empty(r, it, N: gl.constexpr):
+    mbarrier.wait(r.empty.index(it % N), ((it // N) & 1) ^ 1)
+
+
+@gluon.jit
+def release(r, slot):
+    mbarrier.arrive(r.empty.index(slot), count=1)
+
+
+@gluon.constexpr_function
+def _named_asm(op, threads):
+    return f"bar.{op} $1, {threads}; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def named_barrier(op: gl.constexpr, number, THREADS: gl.constexpr):
+    """ "sync" waits until so many threads have come, "arrive" does not. Triton uses 0, 1 and one for each partition."""
+    at = gl.to_tensor(number)
+    asm: gl.constexpr = _named_asm(op, THREADS)
+    gl.inline_asm_elementwise(asm, "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fetch(desc, b, h, row, r, slot, ROWS_: gl.constexpr, D: gl.constexpr):
+    mbarrier.expect(r.full.index(slot), ROWS_ * D * 2)
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], r.full.index(slot), r.data.index(slot))
+
+
+@gluon.jit
+def staged(stage, x):
+    stage.store(x)
+    fence_async_shared()
+    return stage
+
+
+@gluon.jit
+def is_odd(x):
+    """Whether a NaN or an infinity is in x (M, N): 0 times it is NaN, and so is a sum with NaN in it."""
+    total = gl.sum(gl.sum(x * 0.0, 1), 0)
+    return total != total
