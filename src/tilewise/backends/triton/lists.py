@@ -96,8 +96,8 @@ def list_kernel(
     lists, table, cu_q, cu_k, len_q, len_k, rows, cols, heads, pitch, m, VERDICT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """lists (b, h, rows or with COLUMN cols, pitch). One program a list; all tiles but the first CHUNK are judged twice,
-    and never stored."""
+    """lists (b, h, rows or with COLUMN cols, pitch). One program a list; tiles are judged, all but the first CHUNK of
+    them twice, and never stored."""
     pid = tl.program_id(0)
     others = cols if COLUMN else rows
     own, bh = pid % others, pid // others
@@ -113,9 +113,7 @@ def list_kernel(
     to = lists + offset64(pid, pitch)
     v = tl.zeros([CHUNK], tl.int32)
     if n > 0:  # no length may be 0 where tiles are judged
-        v = verdicts(
-            table, b, h, own, tl.arange(0, CHUNK), cols, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN
-        )
+        v = verdicts(table, b, h, own, tl.arange(0, CHUNK), cols, len_q, len_k, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN)
     n_full = tl.sum(tl.where(v == 2, 1, 0), 0)
     for x0 in range(CHUNK, n, CHUNK):
         x = x0 + tl.arange(0, CHUNK)

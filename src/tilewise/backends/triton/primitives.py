@@ -178,8 +178,8 @@ def listed(t, t1, lists, where):
 
 @triton.constexpr_function
 def edge(block, bias, most):
-    """How much of a masked tile is taken at a time: a bias has masks and addresses of each element there, which fill the
-    registers. most: as ptxas takes it."""
+    """How much of a masked tile is taken at a time: a bias has masks and addresses of each element there, which fill
+    the registers. most: what ptxas puts up with."""
     return block if bias is None else min(block, most)
 
 
