@@ -644,8 +644,8 @@ def dbias_kernel(
             first_q, len_q = sequence(b, cu_q, max_q)
             first_k, len_k = sequence(b, cu_k, max_k)
             keep = kept(b, h, i, j, (i < len_q) & (j < len_k), len_q, len_k, m, KEEP)
-            # Under a condition nothing is loaded ahead.
-            if KEEP is None or tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
+            # Under a condition nothing is loaded ahead, for which there are no registers at D = 256.
+            if (KEEP is None and BLOCK_D <= 128) or tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
                 acc += bias_grad(
                     q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h,
                     h // group, heads, i, j, i0, j0, keep, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV,
