@@ -162,8 +162,7 @@ def forward_tile(
     m_i, l_i, acc, odd = fold(
         m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, 0 if CAREFUL else n_full, n_all, lists,
         where, n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D,
-        DV, BLOCK_N, BLOCK_M, EDGE, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
-        CAREFUL,
+        DV, BLOCK_N, BLOCK_M, EDGE, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL,
     )  # fmt: skip
     rows = i0 + tl.arange(0, BLOCK_M)
     inside = rows < len_q
@@ -271,7 +270,7 @@ def forward(r: Request) -> Output:
             lists, list_strides, p.mask_args, KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim, DV=r.dim_v,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
             SOFTCAP=r.softcap is not None, REVERSE=p.mask.longest_first, BY_HEAD=p.by_head,
-            WIDE=p.wide(r.q, r.k, r.v, o.out),
-            UPCAST=p.upcast, PRECISION=p.precision, num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            WIDE=p.wide(r.q, r.k, r.v, o.out), UPCAST=p.upcast, PRECISION=p.precision, num_warps=cfg.num_warps,
+            num_stages=cfg.num_stages,
         )  # fmt: skip
     return o
