@@ -508,8 +508,8 @@ def dq_tile(
         acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
         0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias,
         bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV,
-        BLOCK_N, BLOCK_M, edge(BLOCK_N, bias, 32), BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL,
-        dq is not None, dalibi is not None,
+        BLOCK_N, BLOCK_M, edge(BLOCK_N, bias, 32), BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+        CAREFUL, dq is not None, dalibi is not None,
     )  # fmt: skip
     inside = i0 + tl.arange(0, BLOCK_M) < len_q
     found = 0
@@ -631,8 +631,8 @@ def dbias_kernel(
                 b = tl.where(n_b == 1, n // (heads // n_h), b0)
                 h = tl.where(n_h == 1, n % (heads // n_h), h0)
                 acc += bias_grad(
-                    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, 0, 0, max_q, max_k, b, h, h // group, heads, i,
-                    j, i0, j0, None, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV, BLOCK_M, BLOCK_N,
+                    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, 0, 0, max_q, max_k, b, h, h // group, heads,
+                    i, j, i0, j0, None, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV, BLOCK_M, BLOCK_N,
                     BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
                 )  # fmt: skip
             odd = any_odd(acc, tl.arange(0, BLOCK_M) >= 0)
@@ -644,8 +644,8 @@ def dbias_kernel(
             first_q, len_q = sequence(b, cu_q, max_q)
             first_k, len_k = sequence(b, cu_k, max_k)
             keep = kept(b, h, i, j, (i < len_q) & (j < len_k), len_q, len_k, m, KEEP)
-            # Under a condition nothing is loaded ahead.
-            if KEEP is None or tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
+            # Under a condition nothing is loaded ahead, for which there are no registers at D = 256.
+            if (KEEP is None and BLOCK_D <= 128) or tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
                 acc += bias_grad(
                     q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h,
                     h // group, heads, i, j, i0, j0, keep, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV,

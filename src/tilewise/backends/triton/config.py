@@ -91,7 +91,8 @@ def row(
     dropout: Config | None = None,
     bias: Config | None = None,
 ) -> Row:
-    """What is not given is as ``masked``, and that as ``plain``; one change as ``extra``, dropout as ``light``."""
+    """What is not given is as ``masked``, and that as ``plain``; one change as ``extra``, dropout as ``light``, and so
+    is that with lists."""
     masked = masked or plain
     extra = extra or masked
     light = light or extra
@@ -107,7 +108,10 @@ def row(
 # scores is 64 registers a thread. The stages are what fits 227 KB.
 _SM90: dict[str, tuple[Row, ...]] = {
     FORWARD: (
-        # Best of 12 shapes each, bf16 at L = 4096 on an H200; 128 x 128 was 19 % slower at D = 64.
+        # Best of 12 shapes each, bf16 at L = 4096 on an H200; 128 x 128 was 19 % slower at D = 64. With a mask there,
+        # 128 queries for 4 warps: 2 % less than 64 x 128 if causal, 10 % within a window. Documents at D = 128: 64
+        # queries take 16 and 10 % less than 128 if they have 256 and 1024 tokens. A bias: 13 and 18 % less than the
+        # best of before, 128 x 64 at D = 64 and 64 x 32 at D = 128.
         row(
             64, Config(128, 64, 8, 3), Config(128, 64, 4, 3), Config(128, 64, 8, 3),
             lists=Config(64, 64, 4, 3), light=Config(64, 64, 4, 3), bias=Config(64, 64, 4, 3),
@@ -121,9 +125,12 @@ _SM90: dict[str, tuple[Row, ...]] = {
     ),
     # K and V stay, dK and dV are the accumulators: many keys, as traffic on q and dO falls with their number. Few
     # queries, so that three stages fit: worth 20 % of the whole backward at D = 64, 9 % at D = 128.
-    # 128 keys spill beside a mask. 64 have at D = 64 the products a byte of q and dO that they have at D = 128.
-    # At D = 128 a third stage beside lists has addresses that spill. So do 64 keys a tile of 4 warps beside ALiBi or a
-    # softcap, which take 11 and 16 % less time, and at D = 64 as many queries beside ALiBi and lists, 6 % less.
+    # 128 keys spill beside a mask; without one 64 x 128 takes 3 % less than 32 x 64 at D = 128. 64 have at D = 64 the
+    # products a byte of q and dO that they have at D = 128. Documents of 256 tokens there: 32 queries, 15 % less.
+    # Beside ALiBi or a softcap at D = 128, 32 x 64 takes 26 and 31 % less than 32 x 128, which only with lists has to
+    # be, as the other spills. At D = 64 more queries spill beside ALiBi and lists; they took 6 % less.
+    # A bias: 32 x 128 takes two thirds of the time of 16 x 128 at D = 128, and 64 x 64 17 % less than 32 x 64 at
+    # D = 64, both measured while the bias was still loaded ahead, for which they had to spill.
     DKDV: (
         row(
             64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(16, 64, 8, 2),
@@ -134,8 +141,10 @@ _SM90: dict[str, tuple[Row, ...]] = {
             light_lists=Config(32, 128, 8, 2), dropout=Config(16, 128, 8, 3), bias=Config(32, 128, 8, 2),
         ),
         row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 1)),  # 64 keys would spill: mma.sync
-        row(512, Config(16, 16, 8, 1)),
+        row(512, Config(16, 16, 8, 2), Config(16, 16, 8, 1)),  # without a mask, at one stage, ptxas spills
     ),
+    # Documents of 256 tokens at D = 128: two programs an SM take 19 % less than one of 128 queries. A bias: 29 and 20 %
+    # less than 128 x 32.
     DQ: (
         row(
             64, Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2),
@@ -148,6 +157,8 @@ _SM90: dict[str, tuple[Row, ...]] = {
         row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2), light=Config(64, 32, 8, 2)),
         row(512, Config(32, 16, 8, 1)),
     ),
+    # Best of 9 shapes for a bias of the whole batch. What they read of q, k, v and dO is the limit at D = 128, where
+    # 64 x 64 takes 40 % more; at D = 64 it is as much the arithmetic.
     DBIAS: (
         row(64, Config(64, 64, 4, 3)), row(128, Config(128, 64, 8, 2)), row(256, Config(64, 32, 8, 1)),
         row(512, Config(32, 16, 8, 1)),

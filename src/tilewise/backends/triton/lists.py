@@ -96,8 +96,8 @@ def list_kernel(
     lists, table, cu_q, cu_k, len_q, len_k, rows, cols, heads, pitch, m, VERDICT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """lists (b, h, rows or with COLUMN cols, pitch). One program a list; all tiles but the first CHUNK are judged twice,
-    and never stored."""
+    """lists (b, h, rows or with COLUMN cols, pitch). One program a list; tiles are judged, all but the first CHUNK of
+    them twice, and never stored."""
     pid = tl.program_id(0)
     others = cols if COLUMN else rows
     own, bh = pid % others, pid // others

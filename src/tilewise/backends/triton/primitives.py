@@ -178,8 +178,8 @@ def listed(t, t1, lists, where):
 
 @triton.constexpr_function
 def edge(block, bias, most):
-    """How much of a masked tile is taken at a time: a bias has masks and addresses of each element there, which fill the
-    registers. most: as ptxas takes it."""
+    """How much of a masked tile is taken at a time: a bias has masks and addresses of each element there, which fill
+    the registers. most: what ptxas puts up with."""
     return block if bias is None else min(block, most)
 
 
@@ -187,7 +187,7 @@ def edge(block, bias, most):
 def visited16(t, lists, where, n_full, full, first, BLOCK: tl.constexpr):
     """First position of the t-th group of 16 of the tiles to visit."""
     n = BLOCK // 16
-    at = listed(t // n, n_full + t // n + 1, lists, where)
+    at = listed(t // n, t // n + 1, lists, where)
     return visited(t // n, lists, at, n_full, full, first, True, True) * BLOCK + t % n * 16
 
 
