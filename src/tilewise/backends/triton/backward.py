@@ -625,6 +625,7 @@ def dbias_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     times = (batch // n_b) * (heads // n_h)
     odd = 1
+    # Without masks, where all pairs exist: what a bias of -inf hides is 0, unless it is not a number. Then, once more.
     if KEEP is None and cu_q is None:  # noqa: SIM102 - the outer one is decided when compiling
         if (i0 + BLOCK_M <= max_q) & (j0 + BLOCK_N <= max_k):
             for n in tl.range(0, times):
