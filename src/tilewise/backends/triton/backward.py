@@ -1,6 +1,6 @@
 """The backward kernels: P is recomputed from the scores and lse, as in ``tiled``. No atomics: repeatable bit for bit.
 
-    delta   rowsum(dO * O) - dlse of each row, its lse as the others need it, and the sinks' share of each tile
+    delta   rowsum(dO * O) - dlse of each row, and the sinks' share of each tile
     dkdv    a tile of keys stays; tiles of queries of all query heads of its key head stream past
     dq      a tile of queries stays, tiles of keys stream past; also the gradients of ALiBi and of an unbroadcast bias
     dbias   of a broadcast bias: a program owns a tile of it and sums over what is broadcast
@@ -63,10 +63,13 @@ def load_stat(x, at, i0, len_q, N: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
-    """The statistics of rows i0 .. i0 + BLOCK_M: lse and delta as ``delta_kernel`` stores them, lse_low in units of
-    log2."""
+def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr):
+    """lse in the unit of the scores (0 for a row without keys), lse_low in units of log2 and delta of rows i0 .. i0 +
+    BLOCK_M."""
     x = load_stat(lse, at, i0, len_q, BLOCK_M, TAIL)
+    x = tl.where(x == -INF, 0.0, x)
+    if UNIT != NATURAL:
+        x = x * LOG2E
     d = load_stat(delta, at, i0, len_q, BLOCK_M, TAIL)
     rest = d
     if low is not None:
@@ -120,13 +123,10 @@ def scaled(x, scale):
 
 @triton.jit(do_not_specialize=["len_q", "tiles"])
 def delta_kernel(
-    o, do, lse, dlse, delta, pivot, os, dos, stats, dlse_strides, cu_q, len_q, tiles, heads, sinks, dsinks,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    o, do, lse, dlse, delta, os, dos, stats, dlse_strides, cu_q, len_q, tiles, heads, sinks, dsinks,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """delta and pivot of a tile of rows: lse in the unit of the scores, 0 for a row without keys.
-
-    The sink is a key whose value is 0, so its dP is 0: dsinks (b, h, tile).
-    """
+    """delta of a tile of rows; the sink is a key whose value is 0, so its dP is 0: dsinks (b, h, tile)."""
     pid = tl.program_id(0)
     tile, bh = pid % tiles, pid // tiles
     b, h = bh // heads, bh % heads
@@ -142,10 +142,9 @@ def delta_kernel(
         from_lse = offset64(b, dlse_strides[0]) + offset64(h, dlse_strides[1]) + offset64(first_q, dlse_strides[2])
         d -= tl.load(dlse + from_lse + rows.to(tl.int64) * dlse_strides[2], mask=inside, other=0.0)
     tl.store(delta + at, d, mask=inside)
-    row_lse = tl.load(lse + at, mask=inside, other=0.0)
-    row_lse = tl.where(row_lse == -INF, 0.0, row_lse)
-    tl.store(pivot + at, row_lse if UNIT == NATURAL else row_lse * LOG2E, mask=inside)
     if sinks is not None:
+        row_lse = tl.load(lse + at, mask=inside, other=0.0)
+        row_lse = tl.where(row_lse == -INF, 0.0, row_lse)
         sink = tl.load(sinks + h).to(tl.float32)
         ds = -tl.exp2((sink - row_lse) * LOG2E) * d
         tl.store(dsinks + pid, tl.sum(tl.where(inside, ds, 0.0), 0))
@@ -185,7 +184,7 @@ def add_rows(
                     add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, False, WIDE)
         q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
         s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
-        row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, MASKED)
+        row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
         do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
         dp = s
         if NEED_DK:
@@ -219,7 +218,7 @@ def odd_queries(
 ):  # fmt: skip
     """(D,) and (Dv,): what queries and dO that are not finite among i0 .. i0 + BLOCK_M add to dK and dV of key j."""
     i = i0 + tl.arange(0, BLOCK_M)[None, :]
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, True)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
     q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
     do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     s = tl.sum(q.to(tl.float32) * load_row(k_base, j, len_k, ks, D, BLOCK_D), 1)[None, :]  # (1, M)
@@ -492,7 +491,7 @@ def dq_tile(
     q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
     do_tile = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, True)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     da = tl.zeros([BLOCK_M], tl.float32)
     odd = 0
@@ -592,7 +591,7 @@ def bias_grad(
     v_tile = load_tile(head_base(v, vs, b, kv_head, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
     dp = dot(do_tile, tl.trans(v_tile), None, UPCAST, PRECISION)
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, MASKED)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
     alive = None
     if rng is not None:
         alive = survives(rng, threshold, b * heads + h, i0, j0, BLOCK_M, BLOCK_N)

@@ -31,7 +31,7 @@ class _Backward:
         self.dout, self.out = saved.dout, saved.out
         self.lse, self.dlse = saved.lse.contiguous(), saved.dlse
         self.low = None if saved.lse_low is None else saved.lse_low.contiguous()
-        self.delta, self.pivot = torch.empty_like(self.lse), torch.empty_like(self.lse)
+        self.delta = torch.empty_like(self.lse)
         fresh = torch.zeros_like if r.ragged is not None else torch.empty_like  # rows that belong to no sequence
         self.dq, self.dk, self.dv = (fresh(x) if n in needs else None for n, x in (("q", r.q), ("k", r.k), ("v", r.v)))
         self.dbias: Tensor | None = None
@@ -72,12 +72,12 @@ class _Backward:
         dlse = self.dlse
         dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.ragged else dlse.stride()
         args = (
-            self.out, self.dout, self.lse, dlse, self.delta, self.pivot, p.strides(self.out), p.strides(self.dout),
-            self.stats, dlse_strides, p.cu_q, r.len_q, tiles, r.heads, r.sinks if wants_sinks else None, self.dsinks,
+            self.out, self.dout, self.lse, dlse, self.delta, p.strides(self.out), p.strides(self.dout), self.stats,
+            dlse_strides, p.cu_q, r.len_q, tiles, r.heads, r.sinks if wants_sinks else None, self.dsinks,
         )  # fmt: skip
         launch(
             delta_kernel, tiles * r.batch * r.heads, args, DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_DV=p.block_dv,
-            UNIT=p.unit, WIDE=p.wide(self.out, self.dout), num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            WIDE=p.wide(self.out, self.dout), num_warps=cfg.num_warps, num_stages=cfg.num_stages,
         )  # fmt: skip
 
     def _partial(self, tiles: int) -> Tensor:
@@ -96,7 +96,7 @@ class _Backward:
 
     def _inputs(self) -> tuple[Any, ...]:
         r = self.r
-        return r.q, r.k, r.v, self.dout, self.pivot, self.low, self.delta
+        return r.q, r.k, r.v, self.dout, self.lse, self.low, self.delta
 
     def _input_strides(self) -> tuple[Any, ...]:
         """Of q, k, v and dO; those of v and dO are mostly those of k and q, and then None."""
