@@ -11,12 +11,12 @@ This module imports without Triton; the kernels are imported when the first requ
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 
 from ...dispatch import Backend, Grads, Output, Reason, Saved
 from ...request import Request
+from ..triton.config import interpreting
 from . import config, launch
 
 TRITON = "3.6"
@@ -66,7 +66,7 @@ def machine(device: torch.device) -> list[Reason]:
     elif not (found := triton_version()).startswith(TRITON + "."):
         why = f"is measured with Triton {TRITON}, installed is Triton {found}"
         reasons.append(Reason(why, f"pip install 'triton=={TRITON}.*'"))
-    if os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True", "on"):
+    if interpreting():
         reasons.append(Reason("has no interpreter, and TRITON_INTERPRET is set", "backend='triton'"))
     return reasons
 
