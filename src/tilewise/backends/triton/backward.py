@@ -175,13 +175,14 @@ def add_rows(
         ahead = listed((t + 1) // n, t1, lists, where)
         i = i0 + tl.arange(0, BLOCK_M)[None, :]
         add = bias
-        if bias is not None:
-            if MASKED:
+        if bias is not None and not MASKED:
+            # Under a condition, though it is true, nothing is loaded a turn ahead: there are no registers for it. With
+            # loads on both sides the tile gets its layout when it is needed, after the products.
+            add = tl.zeros([BLOCK_N, BLOCK_M], bias.dtype.element_ty)
+            if i0 < len_q:
+                add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, False, WIDE)
+            else:
                 add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, True, WIDE)
-            else:  # under a condition, though a true one, nothing is loaded ahead: there are no registers for it
-                add = tl.zeros([BLOCK_N, BLOCK_M], bias.dtype.element_ty)
-                if i0 < len_q:
-                    add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, False, WIDE)
         q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
         s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
         row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
@@ -194,6 +195,8 @@ def add_rows(
             alive = tl.trans(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N))
         inside = (tl.arange(0, BLOCK_M) < len_q - i0)[None, :]
         keep = kept(b, h, i, j, inside, len_q, len_k, m, KEEP) if MASKED else None
+        if bias is not None and MASKED:
+            add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, True, WIDE)
         p, _, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k,
             qk_scale, cap, add, slope, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
