@@ -184,8 +184,9 @@ def add_rows(
             else:
                 add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, True, WIDE)
         q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
-        s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
+        # Here, or after the second product: between the two it costs registers.
         row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
+        s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
         do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
         dp = s
         if NEED_DK:

@@ -40,7 +40,7 @@ def launch(
     args: tensors, numbers, None, and tuples of numbers. masks: tuples of tensors and numbers, the parameters after
     them. constants: the tl.constexpr parameters, which come last.
     """
-    if not _is_known_here(kernel):
+    if not (args[0].is_cuda and _is_known_here(kernel)):
         kernel[(grid,)](*args, *masks, **constants, num_warps=num_warps, num_stages=num_stages)
         return
     device = torch.cuda.current_device()
