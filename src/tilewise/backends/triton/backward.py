@@ -184,13 +184,16 @@ def add_rows(
             else:
                 add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, True, WIDE)
         q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
-        # Here, or after the second product: between the two it costs registers.
-        row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
+        # Before the products, or beside a bias after them: elsewhere it costs registers.
+        if bias is None:
+            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
         s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
         do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
         dp = s
         if NEED_DK:
             dp = dot(v, tl.trans(do), None, UPCAST, PRECISION)  # (N, M)
+        if bias is not None:
+            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
         alive = None
         if rng is not None:
             alive = tl.trans(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N))
