@@ -1,5 +1,6 @@
 """Dropout's random numbers: the published function, and independence of tiling."""
 
+import pytest
 import torch
 
 from tilewise.masks import Patch
@@ -50,3 +51,14 @@ def test_seeds_heads_and_batches_differ():
     assert not torch.equal(full, keep(0.5, slice(0, 50), slice(0, 60), seed=8))
     planes = full.flatten(0, 1).flatten(1)
     assert len({tuple(p.tolist()) for p in planes}) == 6
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5, 1), (1, 1, 1, 7), (2, 3, 4, 6), (1, 1, 1, 1)])
+def test_room_changes_no_word_and_no_counter(shape):
+    counters = [torch.arange(n).view([n if d == dim else 1 for d in range(4)]) for dim, n in enumerate(shape)]
+    given = [c.clone() for c in counters]
+    room = [torch.empty(shape, dtype=torch.int64) for _ in range(6)]
+    words = philox(torch.tensor(2**40 + 3), *counters, room=room)
+    assert all(map(torch.equal, counters, given))
+    for a, b in zip(words, philox(torch.tensor(2**40 + 3), *counters), strict=True):
+        assert torch.equal(a, b)

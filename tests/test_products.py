@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import masks
-from tilewise.backends import products
+from tilewise.backends import products, tiled
 
 CPU = torch.device("cpu")
 MATMUL = torch.backends.mkldnn.matmul
@@ -115,14 +115,22 @@ def test_without_all_digits_no_sum_hides_in_a_product(
     """-lse as a factor would be rounded to 8 bits: 1.6 % of a probability at lse = 8."""
     whole = _gradients(softcap, dropout_p)
     factors: list[Tensor] = []
-    true = tilewise.backends.tiled._with
+    true = tiled._with
 
     def watched(x: Tensor, last: Tensor | float, scale: float = 1.0) -> Tensor:
         factors.append(torch.as_tensor(last))
         return true(x, last, scale)
 
     monkeypatch.setattr(products, "exact", lambda device: False)
-    monkeypatch.setattr(tilewise.backends.tiled, "_with", watched)
+    monkeypatch.setattr(tiled, "_with", watched)
     for a, b in zip(_gradients(softcap, dropout_p), whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert {float(x) for x in factors} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"), [(1, 1), (127, 1), (128, 1), (256, 2), (488, 4), (487, 1), (1024, 8), (1310, 1)]
+)
+def test_sums_go_in_equal_chains(keys: int, parts: int) -> None:
+    assert tiled._chains(keys) == parts
+    assert parts == 1 or 64 <= keys // parts <= tiled._CHAIN

@@ -41,7 +41,7 @@ def philox(
         return spare.pop() if spare and spare[0].shape == shape else None
 
     def give(*done: Tensor) -> None:
-        spare.extend(x for x in done if room is not None and x.shape == room[0].shape)
+        spare.extend(x for x in done if any(x is mine for mine in room or ()))  # a counter may have the shape too
 
     def mixed(product: Tensor, other: Tensor, key: Tensor) -> Tensor:
         shape = torch.broadcast_shapes(product.shape, other.shape)

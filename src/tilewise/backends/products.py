@@ -1,7 +1,7 @@
 """Who multiplies fp32 matrices on a CPU, and whether with all their digits.
 
 PyTorch gives fp32 products to MKL. On CPUs of AMD, MKL runs code for AVX2; oneDNN, the other library inside PyTorch,
-has kernels for AVX-512 that are 2.2 times as fast there (benchmarks/cpu.py). PyTorch gives it fp32 products where
+has kernels for AVX-512 that are twice as fast there (benchmarks/cpu.py). PyTorch gives it fp32 products where
 ``torch.backends.mkldnn.matmul.fp32_precision`` is "bf16". That is a permission to round the operands, of which oneDNN
 makes use where the CPU has AMX and nowhere else: whether it does is asked with a product before it is ever relied on.
 
@@ -28,7 +28,7 @@ _before = ""
 @contextmanager
 def quick(device: torch.device) -> Iterator[None]:
     """Within the block fp32 products on this device are computed by the faster library, if that is exact."""
-    if device.type != "cpu" or not _onednn_is_better():
+    if not in_one_chain(device):
         yield
         return
     with _onednn():

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +113,7 @@ class TiledBackend(Backend):
         if r.mask is None or (one_sided and room >= 1024 * r.batch * r.kv_heads):
             n = 1024
         if seq.len_q < m:  # few queries (decoding): longer tiles of keys for the same work
-            n = max(n, room // 4)
+            n = max(n, room // 4 // _CHAIN * _CHAIN)
         return max(1, min(m, seq.len_q)), max(1, min(n, seq.len_k))
 
     def blocks(self, r: Request, seq: Sequence, backward: bool) -> Iterator[Block]:
@@ -787,14 +788,21 @@ def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
     acc.baddbmm_(a, b)
 
 
+@lru_cache
+def _chains(k: int) -> int:
+    """In how many equal parts k keys are added up: of at most ``_CHAIN`` and not below half of it, else in one."""
+    return next((c for c in range(-(-k // _CHAIN), 2 * k // _CHAIN + 1) if c and k % c == 0), 1)
+
+
 def _add_sum_over_keys(acc: Tensor, x: Tensor, p: Tensor, scratch: _Scratch) -> None:
-    """acc (n, d, m) += x^T p for x (n, k, d) and p (n, k, m), in chains of ``_CHAIN`` keys."""
+    """acc (n, d, m) += x^T p for x (n, k, d) and p (n, k, m), in ``_chains``."""
     (n, d, m), k = acc.shape, p.shape[1]
-    if k % _CHAIN or k == _CHAIN or not p.is_contiguous() or not _chained(scratch.w.r):
+    c = _chains(k) if p.is_contiguous() and _chained(scratch.w.r) else 1
+    if c == 1:
         _add_product(acc, x.mT, p)
         return
-    parts, total = scratch.parts(n * k // _CHAIN, d, m), scratch.parts(n, d, m)
-    torch.bmm(x.reshape(-1, _CHAIN, d).mT, p.view(-1, _CHAIN, m), out=parts)
+    parts, total = scratch.parts(n * c, d, m), scratch.parts(n, d, m)
+    torch.bmm(x.reshape(-1, k // c, d).mT, p.view(-1, k // c, m), out=parts)
     acc.add_(torch.sum(parts.view(n, -1, d, m), 1, out=total))
 
 
