@@ -50,7 +50,7 @@ _MOST_THREADS = 16  # that a tile grows with
 _AT_ONCE = 2**16  # scores of all heads: with fewer, what tiles need beside the arithmetic takes longer than it
 _STRIP = 4096  # queries or keys that are prepared at once
 # Products of an fp32 tile that are added up in one chain: the error of a sum grows with its length. With so many it is
-# that of PyTorch's attention or less (the table of benchmarks/cpu.py); with 512 a quarter more.
+# that of PyTorch's attention within 3 % (the table of benchmarks/cpu.py); with 512 a quarter more.
 _CHAIN = 128
 _NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp(-46) are far from the ends of fp32
 _LOG2E = math.log2(math.e)
