@@ -14,16 +14,6 @@ from tilewise.backends.triton import start
 STREAM = 7
 
 
-class OnGpu(torch.Tensor):
-    """A tensor that says so."""
-
-    is_cuda = True
-
-
-def zeros(*size: int, **more: Any) -> torch.Tensor:
-    return torch.zeros(*size, **more).as_subclass(OnGpu)
-
-
 class Kernel:
     """A JIT function whose launches are written down, and whose specialisations write down their calls."""
 
@@ -49,7 +39,8 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "_is_known_here", lambda kernel: True)
+    monkeypatch.setattr(start, "remembers", lambda device: True)
+    monkeypatch.setattr(start.triton, "JITFunction", Kernel)
     monkeypatch.setattr(start, "_known", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
@@ -63,7 +54,7 @@ def launch(
 
 
 def test_the_second_launch_is_called_as_the_signature_has_it() -> None:
-    kernel, x, mask = Kernel(), zeros(8), zeros(4)
+    kernel, x, mask = Kernel(), torch.zeros(8), torch.zeros(4)
     for grid in (3, 9):
         start.launch(kernel, grid, (x, None, 5, (4, 1)), ((mask, 2),), BLOCK=64, WIDE=False, KEEP="f", num_warps=8)
     assert len(kernel.compiled) == 1
@@ -77,8 +68,8 @@ def test_the_second_launch_is_called_as_the_signature_has_it() -> None:
 
 
 def test_what_triton_compiles_for_is_told_apart() -> None:
-    kernel, x = Kernel(), zeros(64)
-    mask = zeros(4, dtype=torch.int32)
+    kernel, x = Kernel(), torch.zeros(64)
+    mask = torch.zeros(4, dtype=torch.int32)
     different: list[dict[str, Any]] = [
         {}, {"x": x[1:]}, {"x": x.double()}, {"y": x}, {"n": 1}, {"n": 2**40}, {"strides": (1, 4)},
         {"m": (mask,)}, {"m": (mask.long(),)}, {"m": (mask[1:],)}, {"KEEP": "f"}, {"BLOCK": 128}, {"WIDE": True},
@@ -88,14 +79,14 @@ def test_what_triton_compiles_for_is_told_apart() -> None:
             launch(kernel, **{"x": x, **arguments})
     assert len(kernel.compiled) == len(different)
     assert [number for number, _ in kernel.called] == list(range(len(different)))
-    launch(kernel, zeros(64))  # other tensors that lie alike are another address
+    launch(kernel, torch.zeros(64))  # other tensors that lie alike are another address
     assert kernel.called[-1][0] == 0
 
 
 def test_a_kernel_that_needs_scratch_memory_is_left_to_triton() -> None:
     kernel = Kernel(scratch=128)
     for _ in range(3):
-        launch(kernel, zeros(8))
+        launch(kernel, torch.zeros(8))
     assert len(kernel.compiled) == 3
     assert not kernel.called
 
@@ -104,7 +95,7 @@ def test_not_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(start, "_MOST", 4)
     kernel = Kernel()
     for n in range(11):
-        launch(kernel, zeros(8), n=n)
+        launch(kernel, torch.zeros(8), n=n)
         assert len(start._known) <= 4
 
 
@@ -112,6 +103,6 @@ def test_where_the_call_is_not_known_triton_launches(monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     kernel = Kernel()  # no JITFunction, as those of the interpreter are none
     for _ in range(2):
-        launch(kernel, zeros(8))
+        launch(kernel, torch.zeros(8))
     assert len(kernel.compiled) == 2
     assert kernel.compiled[0]["args"][4] == ()

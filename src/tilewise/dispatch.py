@@ -8,7 +8,7 @@ the environment variable TILEWISE_BACKEND, in this order) is kept to: nothing ou
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -93,22 +93,27 @@ class Backend:
 
     def why_not(self, r: Request) -> list[Reason]:
         """All reasons, in the order: device, dtype, features, and what the backend itself adds."""
-        reasons = []
+        return list(self._reasons(r))
+
+    def can(self, r: Request) -> bool:
+        """Whether there is no reason."""
+        return next(self._reasons(r), None) is None
+
+    def _reasons(self, r: Request) -> Iterator[Reason]:
         if self.devices is not None and not self.on(r.device.type):
-            reasons.append(Reason(f"runs on {' or '.join(self.devices)}, the tensors are on {r.device.type}"))
+            yield Reason(f"runs on {' or '.join(self.devices)}, the tensors are on {r.device.type}")
         if r.dtype not in self.dtypes:
             names = ", ".join(str(d).removeprefix("torch.") for d in self.dtypes)
-            reasons.append(
-                Reason(f"does not take {str(r.dtype).removeprefix('torch.')}", f"cast q, k, v to one of {names}")
-            )
-        for feature, words in r.features().items():
+            yield Reason(f"does not take {str(r.dtype).removeprefix('torch.')}", f"cast q, k, v to one of {names}")
+        for feature in r.asked():
             if feature not in self.features:
-                reasons.append(Reason(f"does not take {words}", self.hints.get(feature) or _HINTS.get(feature, "")))
-        return reasons + self.limits(r)
+                fix = self.hints.get(feature) or _HINTS.get(feature, "")
+                yield Reason(f"does not take {r.words(feature)}", fix)
+        yield from self.limits(r)
 
-    def limits(self, r: Request) -> list[Reason]:
+    def limits(self, r: Request) -> Iterable[Reason]:
         """Reasons beyond the declared capabilities."""
-        return []
+        return ()
 
     def forward(self, r: Request) -> Output:
         raise NotImplementedError
@@ -174,7 +179,7 @@ def select(r: Request, choice: str | Sequence[str] | None = None) -> Backend:
     names = candidates(choice)
     for name in names:
         backend = get(name)
-        if backend.on(r.device.type) and not backend.why_not(r):  # the first is quick, and often enough
+        if backend.can(r):
             return backend
     raise NotImplementedError(refusal(r, names))
 

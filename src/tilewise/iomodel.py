@@ -210,7 +210,7 @@ def machine_for(r: Request) -> Machine:
 
     A ragged request's tiles are those of its longest sequence.
     """
-    name = next((n for n in dispatch.AUTO if not dispatch.get(n).why_not(r)), "tiled")
+    name = next((n for n in dispatch.AUTO if dispatch.get(n).can(r)), "tiled")
     if name in ("hopper", "triton"):
         from .backends import hopper
         from .backends.triton import config, launch  # needs Triton

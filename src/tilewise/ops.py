@@ -70,10 +70,12 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     return r.new_out(), lse, *(r.new_stats() if want else lse.new_empty(0) for want in (r.want_max_logits, r.keeps_low))
 
 
-@torch.no_grad()
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor | None, needs: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _backward(dout, dlse, out, lse, low, needs, *args)
     r, backend = _request(*args)
     wanted = frozenset(n for n, need in zip(_INPUTS, needs, strict=True) if need)
     saved = dispatch.Saved(dout, dlse, out, lse, low if r.keeps_low else None)

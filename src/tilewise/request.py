@@ -134,37 +134,57 @@ class Request:
 
     def features(self) -> dict[str, str]:
         """Everything asked for beyond plain attention, with the words an error uses for it."""
-        return dict(self._asked())
+        return {name: self.words(name) for name in self.asked()}
 
-    def _asked(self) -> Iterator[tuple[str, str]]:
+    def asked(self) -> Iterator[str]:
+        """The names of these features."""
         if self.mask is not None:
-            yield "mask", f"mask {self.mask!r}"
+            yield "mask"
             if holders(self.mask):
-                yield "predicate", "a predicate mask"
+                yield "predicate"
         if self.bias is not None:
-            yield "bias", "a bias"
+            yield "bias"
             if torch.is_grad_enabled() and self.bias.requires_grad:
-                yield "bias_grad", "a gradient of the bias"
+                yield "bias_grad"
         if self.alibi is not None:
-            yield "alibi", "ALiBi slopes"
+            yield "alibi"
         if self.softcap is not None:
-            yield "softcap", f"softcap {self.softcap}"
+            yield "softcap"
         if self.sinks is not None:
-            yield "sinks", "attention sinks"
+            yield "sinks"
         if self.dropout_p > 0:
-            yield "dropout", f"dropout_p {self.dropout_p}"
+            yield "dropout"
         if self.want_lse:
-            yield "lse", "the log-sum-exp as an output"
+            yield "lse"
         if self.want_max_logits:
-            yield "max_logits", "max_logits as an output"
+            yield "max_logits"
         if self.group != 1:
-            yield "gqa", f"{self.heads} query heads on {self.kv_heads} key/value heads"
+            yield "gqa"
         if self.dim_v != self.dim:
-            yield "dim_v", f"value head dim {self.dim_v} beside {self.dim}"
+            yield "dim_v"
         if self.ragged is not None:
-            yield "varlen", "ragged sequences (cu_seqlens)"
+            yield "varlen"
         if self._has_tangents():
-            yield "jvp", "forward-mode differentiation (jvp)"
+            yield "jvp"
+
+    def words(self, feature: str) -> str:
+        """What an error calls it."""
+        return {
+            "mask": f"mask {self.mask!r}",
+            "predicate": "a predicate mask",
+            "bias": "a bias",
+            "bias_grad": "a gradient of the bias",
+            "alibi": "ALiBi slopes",
+            "softcap": f"softcap {self.softcap}",
+            "sinks": "attention sinks",
+            "dropout": f"dropout_p {self.dropout_p}",
+            "lse": "the log-sum-exp as an output",
+            "max_logits": "max_logits as an output",
+            "gqa": f"{self.heads} query heads on {self.kv_heads} key/value heads",
+            "dim_v": f"value head dim {self.dim_v} beside {self.dim}",
+            "varlen": "ragged sequences (cu_seqlens)",
+            "jvp": "forward-mode differentiation (jvp)",
+        }[feature]
 
     def describe(self) -> str:
         """The request in a few lines, as errors and ``explain`` show it."""

@@ -325,7 +325,7 @@ class Watch(TorchDispatchMode):
             answers = {name: kernels.why_not("cuda", name, inputs) for name in kernels.FASTER["cuda"]}
             call.on_cuda_reasons = {name: reasons for name, reasons in answers.items() if reasons}
         if r is not None:
-            call.tilewise = next((n for n in dispatch.AUTO if not dispatch.get(n).why_not(r)), None)
+            call.tilewise = next((n for n in dispatch.AUTO if dispatch.get(n).can(r)), None)
         if (mask := named["attn_mask"]) is not None:
             memory = self._trails.memory_of(mask, self._root())
             same_as = examine.recognise(r, mask) if r is not None else ""

@@ -8,13 +8,15 @@ pays one comparison a program for it.
 
 from __future__ import annotations
 
+from functools import partial
+
 import triton
 import triton.language as tl
 
 from ...dispatch import Output
 from ...request import NEG_INF, Request
 from .config import FORWARD
-from .launch import Problem, on_device
+from .launch import Problem, decided_by, inputs, on_device
 from .primitives import (
     FOLDED,
     INF,
@@ -48,7 +50,7 @@ from .primitives import (
     visited16,
     visits,
 )
-from .start import launch
+from .repeat import Work, repeated
 
 
 @triton.jit
@@ -248,33 +250,37 @@ def forward_kernel(
 
 def forward(r: Request) -> Output:
     """Launch the forward."""
+    about = decided_by(r)
+    with on_device(r):
+        made = repeated(about and (FORWARD, *about), inputs(r), r.device, partial(_forward, r))
+    return Output(*made)  # type: ignore[arg-type]
+
+
+def _forward(r: Request, work: Work) -> Output:
     p = Problem(r)
-    top, low = (r.new_stats() if wanted else None for wanted in (r.want_max_logits, r.keeps_low))
-    o = Output(r.new_out(), r.new_stats(), top, low)
-    if p.ragged:  # rows that belong to no sequence
-        o.out.zero_()
-        for x, empty in ((o.lse, NEG_INF), (o.max_logits, NEG_INF), (o.lse_low, 0.0)):
-            if x is not None:
-                x.fill_(empty)
+    # Rows that belong to no sequence are written here.
+    zero, nothing = (0.0, NEG_INF) if p.ragged else (None, None)
+    out, lse = work.made(r.new_out(), zero), work.made(r.new_stats(), nothing)
+    top = work.made(r.new_stats(), nothing) if r.want_max_logits else None
+    low = work.made(r.new_stats(), zero) if r.keeps_low else None
+    o = Output(out, lse, top, low)
     pairs = r.batch * r.heads
     if pairs == 0 or r.len_q == 0:
         return o
     cfg = p.config(FORWARD)
     tiles = -(-r.len_q // cfg.block_m)
-    assert o.lse is not None
-    with on_device(r):
-        lists, list_strides = p.lists(cfg)
-        args = (
-            r.q, r.k, r.v, o.out, o.lse, o.lse_low, o.max_logits, p.strides(r.q), p.strides(r.k), p.strides(r.v),
-            p.strides(o.out), p.stat_strides(o.lse), p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs,
-            min(p.section(), pairs), p.qk_scale, p.cap, *p.bias_args(), *p.alibi_args(), r.sinks, *p.dropout_args(),
-            lists, list_strides,
-        )  # fmt: skip
-        launch(
-            forward_kernel, tiles * pairs, args, (p.mask_args,), KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim,
-            DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
-            SOFTCAP=r.softcap is not None, REVERSE=p.mask.longest_first, BY_HEAD=p.by_head,
-            WIDE=p.wide(r.q, r.k, r.v, o.out), UPCAST=p.upcast, PRECISION=p.precision, num_warps=cfg.num_warps,
-            num_stages=cfg.num_stages,
-        )  # fmt: skip
+    lists, list_strides = p.lists(work, cfg)
+    args = (
+        r.q, r.k, r.v, out, lse, low, top, p.strides(r.q), p.strides(r.k), p.strides(r.v), p.strides(out),
+        p.stat_strides(lse), p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs,
+        min(p.section(), pairs), p.qk_scale, p.cap, *p.bias_args(), *p.alibi_args(), r.sinks, *p.dropout_args(),
+        lists, list_strides,
+    )  # fmt: skip
+    work.launch(
+        forward_kernel, tiles * pairs, args, (p.mask_args,), KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim,
+        DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
+        SOFTCAP=r.softcap is not None, REVERSE=p.mask.longest_first, BY_HEAD=p.by_head,
+        WIDE=p.wide(r.q, r.k, r.v, out), UPCAST=p.upcast, PRECISION=p.precision, num_warps=cfg.num_warps,
+        num_stages=cfg.num_stages,
+    )  # fmt: skip
     return o

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...masks import Mask
+from ...masks import holders
 from ...philox import threshold
 from ...request import Request
 from . import config, tune
@@ -17,7 +17,7 @@ from .config import BIAS, DROPOUT, EXTRA, LIGHT, LISTS, RANGES, Config
 from .lists import classify_kernel, list_kernel
 from .lower import Lowered, lower
 from .primitives import FOLDED, LOG2, NATURAL
-from .start import launch
+from .repeat import Work
 
 LOG2E = math.log2(math.e)
 _QUICK_CAP = 128.0  # of a softcap: times the 5e-7 of ``quick_tanh`` it is within the rounding of 16 bits
@@ -37,7 +37,7 @@ class Problem:
         self.mask, args = lower(r.mask)
         self.mask_args = tuple(x.to(r.device) if isinstance(x, Tensor) else x for x in args)
         self.half = r.dtype != torch.float32
-        self.precision = self._precision()
+        self.precision = precision(r)
         self.unit = self._unit()
         self.block_d, self.block_dv = config.bucket(r.dim), config.bucket(r.dim_v)
         self.by_head = r.bias is not None and r.bias.shape[0] == 1  # neighbours read the same bias
@@ -49,11 +49,6 @@ class Problem:
             self.qk_scale, self.cap = r.scale / r.softcap, r.softcap * to_unit
         else:
             self.qk_scale, self.cap = r.scale * to_unit, 0.0
-
-    def _precision(self) -> str:
-        """How fp32 is multiplied. PyTorch's setting has three ways to be set, and this one says what came of them."""
-        asked = not self.half and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return "tf32" if asked and config.has_tf32(self.r.device) else "ieee"
 
     def _unit(self) -> int:
         r = self.r
@@ -125,31 +120,57 @@ class Problem:
         n = max(1, _L2_BYTES // each) * r.group // group if self.mask.longest_first else 1
         return -(-n // r.batch) * r.batch if self.by_head else n
 
-    def lists(self, cfg: Config, column: bool = False) -> tuple[Tensor | None, tuple[int, ...]]:
+    def lists(self, work: Work, cfg: Config, column: bool = False) -> tuple[Tensor | None, tuple[int, ...]]:
         """Tiles to visit for each tile of queries (``column``: of keys), and strides over (batch, head, tile)."""
         if self.mask.verdict is None:
             return None, (0, 0, 0)
-        return tile_lists(self.r, self.mask, self.mask_args, cfg, column)
+        return tile_lists(work, self.r, self.mask, self.mask_args, cfg, column)
+
+
+def precision(r: Request) -> str:
+    """How fp32 is multiplied. PyTorch's setting has three ways to be set, and this one says what came of them."""
+    asked = r.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if asked and config.has_tf32(r.device) else "ieee"
+
+
+def decided_by(r: Request) -> tuple | None:
+    """What decides, beside the layout of ``inputs``, how a request is launched. None if more than can be listed: what
+    a predicate closes over, and configurations that are being tuned."""
+    if tune.ENABLED or holders(r.mask):
+        return None
+    longest = None if r.ragged is None else (r.ragged.max_q, r.ragged.max_k)
+    mask = None if r.mask is None else tuple(r.mask.code())
+    numbers = r.scale, r.softcap, r.dropout_p
+    return *numbers, r.want_max_logits, r.keeps_low, longest, mask, precision(r)
+
+
+def inputs(r: Request) -> tuple[Tensor | None, ...]:
+    """The tensors of a request."""
+    cu = (None, None) if r.ragged is None else (r.ragged.cu_q, r.ragged.cu_k)
+    mask = () if r.mask is None else r.mask.tensors()
+    return r.q, r.k, r.v, r.bias, r.alibi, r.sinks, r.rng, *cu, *mask
 
 
 def broadcast_strides(x: Tensor) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
-def tile_lists(r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool) -> tuple[Tensor, tuple[int, ...]]:
+def tile_lists(
+    work: Work, r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool
+) -> tuple[Tensor, tuple[int, ...]]:
     """``lists.py``, launched."""
     rows, cols = -(-r.len_q // cfg.block_m), -(-r.len_k // cfg.block_n)
     nb = r.batch if mask.by_batch or r.ragged is not None else 1
     nh = r.heads if mask.by_head else 1
     n, others = (rows, cols) if column else (cols, rows)
     pitch = -(-(n + 2) // 16) * 16  # strides that are multiples of 16, whatever n: Triton compiles for that property
-    lists = torch.empty(nb, nh, others, pitch, dtype=torch.int32, device=r.device)
+    lists = work.made(torch.empty(nb, nh, others, pitch, dtype=torch.int32, device=r.device))
     cu_q, cu_k = (None, None) if r.ragged is None else (r.ragged.cu_q, r.ragged.cu_k)
     sizes = (cu_q, cu_k, r.len_q, r.len_k, rows, cols, nh)
     table, verdict = None, mask.verdict
     if mask.by_pair and lists.numel() and n:
-        table = torch.empty(nb, nh, rows, cols, dtype=torch.int8, device=r.device)
-        launch(
+        table = work.made(torch.empty(nb, nh, rows, cols, dtype=torch.int8, device=r.device))
+        work.launch(
             classify_kernel, table.numel(), (table, *sizes), (args,), VERDICT=verdict, BLOCK_M=cfg.block_m,
             BLOCK_N=cfg.block_n,
         )  # fmt: skip
@@ -157,7 +178,7 @@ def tile_lists(r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool
     if others:
         # Of documents as many positions at a time as registers hold.
         chunk = 16 if config.interpreting() else 8192 // (cfg.block_m if column else cfg.block_n)
-        launch(
+        work.launch(
             list_kernel, nb * nh * others, (lists, table, *sizes, pitch), (args,), VERDICT=verdict, BLOCK_M=cfg.block_m,
             BLOCK_N=cfg.block_n, COLUMN=column, CHUNK=chunk, num_warps=8,
         )  # fmt: skip
@@ -167,6 +188,3 @@ def tile_lists(r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool
 def on_device(r: Request) -> contextlib.AbstractContextManager:
     """Triton launches on the current device: make it the tensors'."""
     return torch.cuda.device(r.device) if r.device.type == "cuda" else contextlib.nullcontext()
-
-
-__all__ = ["Mask", "Problem", "on_device", "tile_lists"]

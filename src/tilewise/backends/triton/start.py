@@ -27,6 +27,11 @@ class Compiled(NamedTuple):
     call: Any
     function: Any
     how: tuple  # whether cooperative and dependent; no scratch memory; metadata; no hooks
+    constants: tuple
+
+    def arguments(self, grid: int, stream: int | None, values: list) -> list:
+        """Of ``call``."""
+        return [grid, 1, 1, stream, self.function, *self.how, *values, *self.constants]
 
 
 _known: dict[tuple, Compiled] = {}
@@ -34,15 +39,15 @@ _known: dict[tuple, Compiled] = {}
 
 def launch(
     kernel: Any, grid: int, args: tuple, masks: tuple = (), *, num_warps: int = 4, num_stages: int = 3, **constants: Any
-) -> None:
+) -> Compiled | None:
     """``kernel[(grid,)](*args, *masks, **constants)`` on the current device and stream.
 
     args: tensors, numbers, None, and tuples of numbers. masks: tuples of tensors and numbers, the parameters after
-    them. constants: the tl.constexpr parameters, which come last.
+    them. constants: the tl.constexpr parameters, which come last. Returns how to call it again, where that is known.
     """
-    if not (args[0].is_cuda and _is_known_here(kernel)):
+    if not (isinstance(kernel, triton.JITFunction) and remembers(args[0].device)):
         kernel[(grid,)](*args, *masks, **constants, num_warps=num_warps, num_stages=num_stages)
-        return
+        return None
     device = torch.cuda.current_device()
     values, seen = _seen(args)
     for m in masks:
@@ -53,16 +58,22 @@ def launch(
     key = kernel, device, num_warps, num_stages, tuple(seen), last
     found = _known.get(key)
     if found is not None:
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        found.call(grid, 1, 1, stream, found.function, *found.how, *values, *last)
-        return
+        found.call(*found.arguments(grid, stream(device), values))
+        return found
     compiled = kernel[(grid,)](*args, *masks, **constants, num_warps=num_warps, num_stages=num_stages)
     run = compiled.run
-    if run.global_scratch_size == 0 and run.profile_scratch_size == 0:
-        if len(_known) >= _MOST:
-            _known.clear()
-        how = run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None
-        _known[key] = Compiled(run.launch, compiled.function, how)
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    if len(_known) >= _MOST:
+        _known.clear()
+    how = run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None
+    _known[key] = found = Compiled(run.launch, compiled.function, how, last)
+    return found
+
+
+def stream(device: int) -> int:
+    """The current one."""
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def _seen(args: tuple) -> tuple[list, list]:
@@ -79,9 +90,9 @@ def _seen(args: tuple) -> tuple[list, list]:
     return values, seen
 
 
-def _is_known_here(kernel: Any) -> bool:
-    """Whether this launches as ``Compiled`` says, and nobody wants to hear of it."""
-    if not (_is_known_triton() and isinstance(kernel, triton.JITFunction)):
+def remembers(device: torch.device) -> bool:
+    """Whether kernels launch there as ``Compiled`` says, and no profiler of Triton's wants to hear of it."""
+    if device.type != "cuda" or not _is_known_triton():
         return False
     return not (knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 

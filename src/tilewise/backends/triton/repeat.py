@@ -1,0 +1,152 @@
+"""A call like one before: the same allocations and launches again, with the tensors of this call.
+
+What a call makes of shapes, strides and numbers (tiles, grids, some fifty arguments of each kernel) takes several times
+as long as launching its kernels. So it is done once: ``Work`` writes down what a call allocates and launches, a
+``Script`` does that again for tensors that lie as those did. Nothing that is read from a tensor may decide what is
+launched; where something else than the tensors' layout and the given numbers does, as a predicate's closure, there is
+no script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import start
+
+_MOST = 1024  # calls that are remembered
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class Room(NamedTuple):
+    """An allocation: where its numbers lie, and what they are, if that matters."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    value: float | None
+
+    def make(self, device: torch.device) -> Tensor:
+        x = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+        return x if self.value is None else x.fill_(self.value)
+
+
+class Launch(NamedTuple):
+    """A launch without its addresses: slots, of the inputs and then of the rooms, say which go where."""
+
+    call: Callable[..., None]
+    arguments: list
+    addresses: list[tuple[int, int]]  # (position, slot)
+    masks: list[tuple[int, list, list[tuple[int, int]]]]  # position of a tuple, the tuple, and its addresses
+
+    def run(self, addresses: list[int], stream: int) -> None:
+        args = self.arguments.copy()
+        args[_STREAM] = stream
+        for at, slot in self.addresses:
+            args[at] = addresses[slot]
+        for at, values, inner in self.masks:
+            values = values.copy()
+            for n, slot in inner:
+                values[n] = addresses[slot]
+            args[at] = tuple(values)
+        self.call(*args)
+
+
+_STREAM = 3  # its position in the arguments, see ``start.Compiled``
+
+
+class Script(NamedTuple):
+    """What a call does."""
+
+    rooms: list[Room]
+    launches: list[Launch]
+    results: list[int | None]  # which room
+
+    def run(self, addresses: list[int], device: torch.device) -> Tensors:
+        made = [room.make(device) for room in self.rooms]
+        every = addresses + [x.data_ptr() for x in made]
+        stream = start.stream(device.index)
+        for x in self.launches:
+            x.run(every, stream)
+        return tuple([None if n is None else made[n] for n in self.results])
+
+
+class Work:
+    """What a call does, done and written down."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, float | None]] = []
+        self._launched: list[tuple[start.Compiled | None, int, tuple, tuple]] = []
+
+    def made(self, x: Tensor, value: float | None = None) -> Tensor:
+        """A tensor that was just allocated, filled with the value if there is one."""
+        self._made.append((x, value))
+        return x if value is None else x.fill_(value)
+
+    def launch(self, kernel: Any, grid: int, args: tuple, masks: tuple = (), **options: Any) -> None:
+        """``start.launch``."""
+        self._launched.append((start.launch(kernel, grid, args, masks, **options), grid, args, masks))
+
+    def script(self, addresses: list[int], results: Tensors) -> Script | None:
+        """To do it again; None where a launch is left to Triton, or takes a tensor neither given nor made here."""
+        slots = {address: n for n, address in reversed(list(enumerate(addresses)))}
+        slots |= {x.data_ptr(): len(addresses) + n for n, (x, _) in enumerate(self._made)}
+        launches = []
+        for compiled, grid, args, masks in self._launched:
+            if compiled is None or any(x.data_ptr() not in slots for x in _tensors(args, masks)):
+                return None
+            launches.append(_launch(compiled, grid, args, masks, slots))
+        rooms = [Room(tuple(x.shape), x.stride(), x.dtype, value) for x, value in self._made]
+        which = [None if x is None else [x is y for y, _ in self._made].index(True) for x in results]
+        return Script(rooms, launches, which)
+
+
+def _tensors(args: tuple, masks: tuple) -> list[Tensor]:
+    return [x for x in (*args, *(y for m in masks for y in m)) if isinstance(x, Tensor)]
+
+
+def _launch(compiled: start.Compiled, grid: int, args: tuple, masks: tuple, slots: dict[int, int]) -> Launch:
+    arguments = compiled.arguments(grid, 0, [*args, *masks])
+    first = len(arguments) - len(compiled.constants) - len(args) - len(masks)
+    nested = [(first + len(args) + n, *_taken_out(m, slots)) for n, m in enumerate(masks)]
+    values, addresses = _taken_out(tuple(arguments), slots)
+    for at, inner, _ in nested:
+        values[at] = tuple(inner)
+    return Launch(compiled.call, values, addresses, [x for x in nested if x[2]])
+
+
+def _taken_out(values: tuple, slots: dict[int, int]) -> tuple[list, list[tuple[int, int]]]:
+    """Values without tensors, and where which slot's address belongs."""
+    at = [(n, slots[x.data_ptr()]) for n, x in enumerate(values) if isinstance(x, Tensor)]
+    return [None if isinstance(x, Tensor) else x for x in values], at
+
+
+_scripts: dict[tuple, Script | None] = {}
+
+
+def repeated(about: tuple | None, inputs: Tensors, device: torch.device, make: Callable[[Work], Tensors]) -> Tensors:
+    """make(work), or what it did when it was called for such inputs.
+
+    about: everything beside the inputs that decides what is done; None if that cannot be said. The results are made
+    by the work, or None.
+    """
+    if about is None or not start.remembers(device):
+        return make(Work())
+    given = [x for x in inputs if x is not None]
+    addresses = [x.data_ptr() for x in given]
+    lies = [(x.shape, x.stride(), x.dtype, address % 16 == 0) for x, address in zip(given, addresses, strict=True)]
+    same = () if len(set(addresses)) == len(addresses) else tuple([addresses.index(x) for x in addresses])
+    key = about, device, tuple([x is None for x in inputs]), tuple(lies), same
+    if key not in _scripts:
+        work = Work()
+        results = make(work)
+        if len(_scripts) >= _MOST:
+            _scripts.clear()
+        _scripts[key] = work.script(addresses, results)
+        return results
+    script = _scripts[key]
+    return make(Work()) if script is None else script.run(addresses, device)
