@@ -107,7 +107,9 @@ def test_the_same_launches_with_other_tensors(launches: Launches, case: str, dty
         for x, y in zip(others, results, strict=True):
             assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
     scripts = list(repeat._scripts.values())
-    assert case == "predicate" or (len(scripts) == 2 and None not in scripts)  # forward and backward
+    predicates = 2 if case == "predicate" else 1  # each recorded anew
+    assert len(scripts) == 2 * predicates  # forward and backward
+    assert None not in scripts
 
 
 @pytest.mark.usefixtures("hopper")
@@ -161,13 +163,17 @@ def test_the_same_tensor_twice_is_not_two_tensors(launches: Launches) -> None:
 
 
 def test_a_predicate_may_change_its_mind(launches: Launches) -> None:
-    width = [3]
-    mask = masks.predicate(lambda b, h, i, j: i - j < width[0])
+    """Another number that it closes over, or another tensor."""
+    some = torch.arange(64) // 16
+    width, ids = 3, some
+    mask = masks.predicate(lambda b, h, i, j: (i - j < width) & (ids[i] == ids[j]))
     q, k, v = (torch.randn(1, 2, 64, 32) for _ in range(3))
-    for width[0] in (3, 5):
-        tilewise.attention(q, k, v, mask, backend="triton")
-        assert any((width[0],) in call for call in launches.taken())
-    assert not repeat._scripts
+    for width, ids, known in ((3, some, 1), (3, some, 1), (5, some, 2), (5, some.clone(), 3), (5, some, 4)):
+        for _ in range(2):
+            tilewise.attention(q, k, v, mask, backend="triton")
+            last = launches.taken()[-1]
+            assert any(isinstance(x, tuple) and {width, ids.data_ptr()} <= set(x) for x in last), last
+            assert len(repeat._scripts) == known
 
 
 def test_what_triton_launches_is_not_repeated(launches: Launches) -> None:

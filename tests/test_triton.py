@@ -162,7 +162,6 @@ def test_a_predicate_that_cannot_be_compiled_is_refused_with_its_reason(fn, why)
 def test_numbers_of_a_predicate_are_arguments():
     """Another value, window or length gives the same function: nothing is compiled again."""
     from tilewise.backends.triton.lower import lower
-    from tilewise.backends.triton.repeat import Work
 
     def made(n, w):
         mask = masks.predicate(lambda b, h, i, j: j % n != 1) & masks.window(w, 0)
@@ -174,7 +173,6 @@ def test_numbers_of_a_predicate_are_arguments():
 def test_what_is_written_once_is_that_of_the_structure():
     """Masks that differ in structure share no function, though their arguments look alike."""
     from tilewise.backends.triton.lower import lower
-    from tilewise.backends.triton.repeat import Work
 
     lengths, ids = torch.tensor([3, 4]), torch.zeros(37, dtype=torch.int64)
     band = masks.causal()

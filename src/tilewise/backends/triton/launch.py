@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...masks import holders
 from ...philox import threshold
 from ...request import Request
 from . import config, tune
 from .config import BIAS, DROPOUT, EXTRA, LIGHT, LISTS, RANGES, Config
 from .lists import classify_kernel, list_kernel
-from .lower import Lowered, lower
+from .lower import Lowered, lower, recordings
 from .primitives import FOLDED, LOG2, NATURAL
 from .repeat import Work
 
@@ -134,20 +133,19 @@ def precision(r: Request) -> str:
 
 
 def decided_by(r: Request) -> tuple | None:
-    """What decides, beside the layout of ``inputs``, how a request is launched. None if more than can be listed: what
-    a predicate closes over, and configurations that are being tuned."""
-    if tune.ENABLED or holders(r.mask):
+    """What decides, beside the layout of ``inputs``, how a request is launched. None while that is being tuned."""
+    if tune.ENABLED:
         return None
     longest = None if r.ragged is None else (r.ragged.max_q, r.ragged.max_k)
-    mask = None if r.mask is None else tuple(r.mask.code())
-    numbers = r.scale, r.softcap, r.dropout_p
-    return *numbers, r.want_max_logits, r.keeps_low, longest, mask, precision(r)
+    # What a predicate closes over may have changed: then its recording has another number.
+    mask = None if r.mask is None else (*r.mask.code(), *(x.number for x in recordings(r.mask)))
+    return r.scale, r.softcap, r.dropout_p, r.want_max_logits, r.keeps_low, longest, mask, precision(r)
 
 
 def inputs(r: Request) -> tuple[Tensor | None, ...]:
     """The tensors of a request."""
     cu = (None, None) if r.ragged is None else (r.ragged.cu_q, r.ragged.cu_k)
-    mask = () if r.mask is None else r.mask.tensors()
+    mask = () if r.mask is None else (*r.mask.tensors(), *(x for t in recordings(r.mask) for x in t.tensors()))
     return r.q, r.k, r.v, r.bias, r.alibi, r.sinks, r.rng, *cu, *mask
 
 

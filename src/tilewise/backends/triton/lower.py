@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...masks import BOTTOM_RIGHT, TOP_LEFT, All, Any, Band, Dense, Documents, Lengths, Mask, Not, Predicate
+from ...masks import BOTTOM_RIGHT, TOP_LEFT, All, Any, Band, Dense, Documents, Lengths, Mask, Not, Predicate, holders
 from .predicates import Traced, Untranslatable, trace
 
 _FAR = 2**29  # beyond every position, and sums of three of it fit 32 bits
@@ -87,6 +87,11 @@ def untranslatable(mask: Mask | None) -> list[str]:
             except Untranslatable as e:
                 reasons.append(str(e))
     return reasons
+
+
+def recordings(mask: Mask | None) -> list[Traced]:
+    """Of its predicates."""
+    return [trace(x) for x in _leaves(mask) if isinstance(x, Predicate)] if holders(mask) else []
 
 
 def _leaves(mask: Mask | None) -> list[Mask]:

@@ -11,6 +11,7 @@ What cannot be recorded (control flow on a symbol, other functions) raises ``Unt
 
 from __future__ import annotations
 
+import itertools
 import operator
 import types
 import weakref
@@ -28,6 +29,9 @@ _BATCH = 2**16
 _DEPTH = 4  # of functions that call functions
 
 
+_numbers = itertools.count()
+
+
 class Untranslatable(Exception):
     """Why a predicate cannot be compiled into a kernel."""
 
@@ -38,6 +42,10 @@ class Traced:
     def __init__(self, root: Symbol, tape: _Tape):
         self.root, self.tape = root, tape
         self.reads = frozenset(tape.reads)
+        self.number = next(_numbers)  # another for another recording
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self.tape.inputs if isinstance(x, Tensor)]
 
     def values(self) -> list:
         values: list = []

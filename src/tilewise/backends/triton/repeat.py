@@ -3,8 +3,7 @@
 What a call makes of shapes, strides and numbers (tiles, grids, some fifty arguments of each kernel) takes several times
 as long as launching its kernels. So it is done once: ``Work`` writes down what a call allocates and launches, a
 ``Script`` does that again for tensors that lie as those did. Nothing that is read from a tensor may decide what is
-launched; where something else than the tensors' layout and the given numbers does, as a predicate's closure, there is
-no script.
+launched.
 """
 
 from __future__ import annotations
