@@ -6,6 +6,9 @@ results come in, in this order: whatever ends the run, what was done is kept, an
 Exit code 1 if a check fails.
 
     make gpu GPU_ARGS="--budget 300"       all of it within 300 seconds, of which speed takes 45 % at most
+    make gpu GPU_ARGS="--sections proof"   only what proves results, beside the speed in the record that there is
+
+Sections are kept only where the record has the same kernels, versions and kind of GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import tilewise
 from tilewise import dispatch
 from tilewise.testing import judge, problems
 
+SECTIONS = ("speed", "proof")
 DTYPES = ("float16", "bfloat16", "float32")
 SPEED_SHARE = 0.45  # of the budget, at most
 
@@ -97,9 +101,12 @@ class Run:
         self.save()
         print(f"{time.monotonic() - self.start:5.0f} s  {what}", flush=True)
 
-    def speed(self, cells: list[gpu_speed.Cell], **sizes: int) -> None:
-        """Compile side by side, for half of the time at most; then time one cell after the other."""
-        backend, until = self.record["backend"], self.start + SPEED_SHARE * self.budget
+    def speed(self, cells: list[gpu_speed.Cell], share: float = SPEED_SHARE, **sizes: int) -> None:
+        """Compile side by side, for half of the time at most; then time one cell after the other.
+
+        share: of the budget, at most.
+        """
+        backend, until = self.record["backend"], self.start + share * self.budget
         record = self.record["speed_tflops"], self.record["speed_ratios"] = [], []
         half = (time.monotonic() + until) / 2
         for d in crew(partial(compiled, backend=backend, sizes=sizes), cells, self.workers, half):
@@ -125,7 +132,7 @@ class Run:
     def prove(self, checks: list[gpu_suite.Job], jobs: list[tuple[str, str]]) -> None:
         """The suite, then the judge; what did not run is in the record too."""
         self.record["suite"] = []
-        self.record["correctness"] = {"problems": 0, "of": len(jobs), "checks": 0, "refused": [], "failed": []}
+        self.record["correctness"] = nothing_judged(len(jobs))
         self.proving, left = time.monotonic(), list(checks)
         every = [*(("suite", job) for job in checks), *(("judge", job) for job in jobs)]
         work = partial(proved, backend=self.record["backend"])
@@ -172,6 +179,17 @@ class Run:
         return speed + suite + [" ".join(map(str, x)) for x in r.get("correctness", {}).get("failed", [])]
 
 
+def nothing_judged(of: int) -> Record:
+    return {"problems": 0, "of": of, "checks": 0, "refused": [], "failed": []}
+
+
+def continued(record: Record, path: Path) -> Record:
+    """With the sections of the record that there is, if that is of the same kernels, versions and kind of GPU."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    same = all(before.get(k) == record[k] for k in ("backend", "gpu", "digest", "versions"))
+    return {**before, **record} if same else record
+
+
 def reasons(refusal: str, backend: str) -> str:
     """Those of one backend, of a refusal that lists all."""
     lines = iter(refusal.splitlines())
@@ -194,6 +212,7 @@ def main() -> int:
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--workers", type=int, default=max(1, min(31, len(os.sched_getaffinity(0)) - 1)))
     parser.add_argument("--budget", type=float, default=3600, help="seconds of the whole run; the record says what ran")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="which to run, by default all: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS)
     a = parser.parse_args()
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):  # the processes are the threads
@@ -207,11 +226,16 @@ def main() -> int:
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "tilewise": tilewise.__version__},
     }
     path = a.results / gpu.lower().replace(" ", "-") / f"{a.backend}.json"
-    run = Run(record, path, a.workers, a.budget)
-    run.speed(gpu_speed.cells(a.backend))
-    run.host(gpu_speed.small_cells(a.backend))
-    run.prove(gpu_suite.jobs(a.backend), judge_jobs(tuple(a.dtypes.split(","))))
-    c, checks = run.record["correctness"], run.record["suite"]
+    sections = a.sections.split(",")
+    if unknown := set(sections) - set(SECTIONS):
+        parser.error(f"no such sections: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    run = Run(continued(record, path), path, a.workers, a.budget)
+    if "speed" in sections:
+        run.speed(gpu_speed.cells(a.backend), SPEED_SHARE if "proof" in sections else 1.0)
+        run.host(gpu_speed.small_cells(a.backend))
+    if "proof" in sections:
+        run.prove(gpu_suite.jobs(a.backend), judge_jobs(tuple(a.dtypes.split(","))))
+    c, checks = run.record.get("correctness", nothing_judged(0)), run.record.get("suite", [])
     print(f"judge: {c['problems']} of {c['of']} problems, {c['checks']} checks, {len(c['refused'])} refused")
     print(f"suite: {sum(x['ok'] is True for x in checks)} of {len(checks)}", end="; ")
     print(f"{sum(x['ok'] is None for x in checks)} not run; {run.record['seconds']} s in all")

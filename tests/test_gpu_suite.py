@@ -475,6 +475,16 @@ def test_a_job_without_an_answer_fails_its_checks(tmp_path, monkeypatch):
     assert len(run.failures()) == 4
 
 
+def test_sections_of_the_same_kernels_are_kept(tmp_path):
+    record = {"backend": "tiled", "gpu": "cpu", "gpus": 2, "digest": "a", "versions": {"torch": "2"}}
+    path = tmp_path / "tiled.json"
+    assert gpu.continued(record, path) == record
+    path.write_text(json.dumps({**record, "gpus": 1, "host_us": [1]}))
+    assert gpu.continued(record, path) == {**record, "host_us": [1]}
+    for other in ({"digest": "b"}, {"gpu": "another"}, {"versions": {"torch": "3"}}):
+        assert gpu.continued({**record, **other}, path) == {**record, **other}
+
+
 def test_every_problem_comes_once_before_any_comes_twice():
     jobs = gpu.judge_jobs(gpu.DTYPES)
     n = len(problems())
