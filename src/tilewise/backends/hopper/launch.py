@@ -178,9 +178,9 @@ class Tiled(NamedTuple):
         return TensorDescriptor(self.x, list(self.shape), [*self.strides, 1], block, layout)
 
 
-def tiled(x: Tensor, rows: int) -> Tiled:
-    """A (B, H, L, D) tensor in tiles of so many rows."""
-    return Tiled(x, tuple(x.shape), strides(x), (1, 1, rows, x.shape[3]))
+def tiled(x: Tensor, rows: int, columns: int | None = None) -> Tiled:
+    """A (B, H, L, D) tensor in tiles of so many rows and columns; None: a power of two that all fit in."""
+    return Tiled(x, tuple(x.shape), strides(x), (1, 1, rows, columns or config.padded(x.shape[3])))
 
 
 _compiled: dict[tuple, Compiled] = {}
@@ -211,27 +211,34 @@ def forward(r: Request) -> Output:
         for x in (o.lse, o.max_logits):
             if x is not None:
                 x.fill_(NEG_INF)
+        if r.sinks is not None:
+            o.lse.copy_(r.sinks[:, None])
         return o
     keep = kept(r.mask, r.len_q, r.len_k)
     assert keep is not None
     low, high, left, right = ends(keep)
     masked = left or right or keep.lengths is not None
-    cfg = config.choose(r.dim, masked, left)
+    cfg = config.choose(r.dim, r.dim_v, masked, left)
     tiles = -(-r.len_q // config.BLOCK_M)
     pairs = r.batch * r.heads
-    section = max(1, config.L2_BYTES // (4 * r.len_k * r.dim)) * r.group
+    section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group
+    qk_scale, cap = (r.scale, None) if r.softcap is None else (r.softcap, 2 * _LOG2E * r.scale / r.softcap)
     with torch.cuda.device(r.device):
         lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
         counter = _counter(r.device) if masked else None  # without, all tiles take as long
         q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
-        tensors = tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n), tiled(o.out, config.ROWS)
+        out = tiled(o.out, config.ROWS, config.stored(config.padded(r.dim_v)))
+        tensors = tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n), out
         rest = (
-            o.lse, o.max_logits, lengths, counter, r.heads, r.group, r.len_q, r.len_k, tiles, pairs,
-            min(section, pairs), tiles * pairs, low, high, r.scale * _LOG2E, q, k, v,
-            *tensors[0].strides, *tensors[1].strides, *tensors[2].strides, r.dim, cfg.block_n, cfg.stages, cfg.wide,
+            o.lse, o.max_logits, r.sinks, lengths, counter, r.heads, r.group, r.len_q, r.len_k, tiles, pairs,
+            min(section, pairs), tiles * pairs, low, high, qk_scale * _LOG2E, cap, q, k, v, *tensors[0].strides,
+            *tensors[1].strides, *tensors[2].strides, r.dim, r.dim_v, cfg.block_n, cfg.stages, cfg.wide, cfg.turns,
             left, right,
         )  # fmt: skip
-        key = left, right, r.want_max_logits, lengths is None or lengths.dtype
+        key = (
+            r.dim, r.dim_v, left, right, r.want_max_logits, cap is None, r.sinks is None or r.sinks.dtype,
+            lengths is None or lengths.dtype,
+        )  # fmt: skip
         _launch("forward", min(processors(r.device), tiles * pairs), r.device, key, tensors, rest)
     return o
 
@@ -239,14 +246,21 @@ def forward(r: Request) -> Output:
 def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
     """Launch the backward, which holds sums of dQ in fp32 meanwhile.
 
-    Where not all three gradients are asked for, ``triton`` does only what is.
+    ``triton`` does what this one does not take, and where not all three gradients are asked for only what is. The
+    gradient of sinks, which needs none of the scores, is always its.
     """
-    if needs != {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
-        from ..triton import gradients
+    from ..triton import gradients
 
+    if not own_backward(r) or not needs >= {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
         return gradients.backward(r, saved, needs)
+    sinks = gradients.backward(r, saved, frozenset({"sinks"})).sinks if "sinks" in needs else None
     with torch.cuda.device(r.device):
-        return _backward(r, saved)
+        return _backward(r, saved)._replace(sinks=sinks)
+
+
+def own_backward(r: Request) -> bool:
+    """Whether there is a backward kernel here for what the forward takes. Sinks are in its lse."""
+    return r.dim == r.dim_v and r.dim in config.BACKWARD_DIMS and r.softcap is None
 
 
 def _backward(r: Request, saved: Saved) -> Grads:
