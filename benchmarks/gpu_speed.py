@@ -25,7 +25,9 @@ PEERS = ("torch_flash", "torch_cudnn")
 FLEX, EFFICIENT = "flex", "torch_efficient"
 TOKENS, WIDTH = 16384, 2048  # of a cell: batch * length, heads * D
 WINDOW, DOCUMENTS, CAP = 1024, 16, 30.0
-ONLY = {"hopper": ("full", "causal", f"window {WINDOW}")}  # the cases of backends that take only some
+ONLY = {
+    "hopper": ("full", "causal", f"window {WINDOW}", f"softcap {CAP:.0f}")
+}  # the cases of backends that take only some
 CASES = (f"window {WINDOW}", f"{DOCUMENTS} documents", "alibi", f"softcap {CAP:.0f}", "bias", "causal")
 
 
@@ -42,7 +44,8 @@ def cells(backend: str) -> list[Cell]:
     """In order of importance: the time may run out."""
     plain = [Cell(c, d, n, False) for d in (64, 128) for n in (4096, 16384) for c in ("full", "causal")]
     if backend == "hopper":  # a call of 1024 keys is as much its launch as its kernel
-        plain += [Cell(c, d, 1024, False) for d in (64, 128) for c in ("full", "causal")]
+        plain += [Cell(c, 256, n, False) for n in (4096, 16384) for c in ("full", "causal")]
+        plain += [Cell(c, d, 1024, False) for d in (64, 128, 256) for c in ("full", "causal")]
     flex = [Cell(c, d, 4096, True) for d in (128, 64) for c in CASES]
     long = [Cell(c, 128, 16384, True) for c in CASES if c != "bias"]  # an L x L bias for 16 heads is 8 GB there
     return [c for c in (*plain, *flex, *long) if c.case in ONLY.get(backend, (c.case,))]

@@ -487,14 +487,16 @@ def models(backend: str, device: Device, case: str) -> str:
 TOOLS = ("memcheck", "racecheck")
 # Backends that take only some calls: the cases for them, by the words that make them up.
 ONLY: dict[str, frozenset[str]] = {
-    "hopper": frozenset({"causal", "window", "padding", "D=64", "64", "128", "bf16", "bfloat16", "float16", *TOOLS})
-}
+    "hopper": frozenset({
+        "causal", "window", "softcap", "sinks", "padding", "D=64", "64", "128", "bf16", "bfloat16", "float16", *TOOLS,
+    })
+}  # fmt: skip
 
 SMALL = ("causal", "documents", "shared bias", "own bias")  # forward, delta, dkdv, dq, dbias, and the lists
 
 
 def _takes(backend: str, case: str) -> bool:
-    return backend not in ONLY or ONLY[backend].issuperset(case.split())
+    return backend not in ONLY or ONLY[backend].issuperset(case.replace(",", "").split())
 
 
 def small(backend: str, device: Device, length: int = 80) -> None:

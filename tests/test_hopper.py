@@ -1,5 +1,6 @@
 """The backend ``hopper`` as far as it goes without a GPU: what it refuses, what it makes of a mask, which tiles it visits."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -50,14 +51,18 @@ TAKEN = {
     "outputs": {"want_lse": True, "want_max_logits": True},
     "no keys": {"k": make(2, 2, 0, 64), "v": make(2, 2, 0, 64)},
     "(B, L, H, D)": {"q": make(2, 30, 4, 64).transpose(1, 2)},
+    "D = 256": {"d": 256},
+    "D = 96": {"d": 96},
+    "value head dim": {"d": 192, "v": make(2, 2, 40, 128)},
+    "softcap": {"softcap": 128.0},
+    "sinks": {"sinks": make(4)},
     "part of a row": {"k": make(2, 2, 40, 192)[..., 64:128]},
 }
 REFUSED = {
-    "head dim": ({"d": 96}, "takes head dims 64 and 128, got 96"),
-    "value head dim": ({"v": make(2, 2, 40, 128)}, "does not take value head dim 128 beside 64"),
+    "head dim": ({"d": 32, "v": make(2, 2, 40, 64)}, "takes head dims 64, 96, 128, 192, 256, got 32"),
+    "value head dim": ({"v": make(2, 2, 40, 80)}, "takes value head dims 64, 96, 128, 192, 256, got 80"),
     "fp32": ({"dtype": torch.float32}, "does not take float32"),
-    "softcap": ({"softcap": 3.0}, "does not take softcap 3.0"),
-    "sinks": ({"sinks": make(4)}, "does not take attention sinks"),
+    "softcap": ({"softcap": 130.0}, "takes a softcap up to 128.0, got 130.0"),
     "dropout": ({"dropout_p": 0.5}, "does not take dropout_p 0.5"),
     "bias": ({"bias": make(1, 1, 30, 40)}, "does not take a bias"),
     "ALiBi": ({"alibi": make(1, 4)}, "does not take ALiBi slopes"),
@@ -189,7 +194,7 @@ BANDS = [
 def test_visits_the_tiles_of_the_tile_map():
     """All that are not empty, each once, and without a mask only those that are full."""
     kernel = pytest.importorskip("tilewise.backends.hopper.kernel", exc_type=ImportError)
-    block_n = config.choose(64, True, True).block_n
+    block_n = config.choose(64, 64, True, True).block_n
     for mask, len_q, len_k in itertools.product([None, *BANDS], (1, 128, 129, 600), (1, 127, 128, 515)):
         keep = launch.kept(mask, len_q, len_k)
         grid = Grid(1, 1, len_q, len_k, config.BLOCK_M, block_n, torch.device("cpu"))
@@ -229,7 +234,7 @@ def backward():
 EMPTY_BANDS = [masks.window(5, 0, 20) & masks.causal(), masks.causal(-700)]
 
 
-@pytest.mark.parametrize("dim", config.HEAD_DIMS)
+@pytest.mark.parametrize("dim", config.BACKWARD_DIMS)
 def test_backward_visits_the_tiles_of_the_tile_map(dim, backward):
     """All that are not empty; those that add to one tile of queries have turns 0, 1, .. in order of their number."""
     block_m, block_n = config.choose_backward(dim).block_m, config.BLOCK_N
@@ -274,7 +279,7 @@ def test_work_on_keys_is_handed_out_in_the_order_of_turns(backward):
 
 
 def test_some_gradients_are_left_to_triton(monkeypatch):
-    """Where one is not asked for, or there is nothing to multiply."""
+    """Where one is not asked for, there is nothing to multiply, or it takes what the backward here does not."""
     gradients = pytest.importorskip("tilewise.backends.triton.gradients", exc_type=ImportError)
     asked = []
     monkeypatch.setattr(gradients, "backward", lambda r, saved, needs: asked.append(needs))
@@ -282,6 +287,22 @@ def test_some_gradients_are_left_to_triton(monkeypatch):
         launch.backward(request(), None, needs)
     launch.backward(request(k=make(2, 2, 0, 64), v=make(2, 2, 0, 64)), None, frozenset("qkv"))
     assert asked == [frozenset("q"), frozenset("kv"), frozenset("qkv")]
+    asked.clear()
+    for given in ({"d": 256}, {"d": 96}, {"v": make(2, 2, 40, 128)}, {"softcap": 3.0}):
+        launch.backward(request(**given), None, frozenset("qkv"))
+    assert asked == [frozenset("qkv")] * 4
+
+
+def test_of_sinks_only_their_gradient_is_left_to_triton(monkeypatch):
+    gradients = pytest.importorskip("tilewise.backends.triton.gradients", exc_type=ImportError)
+    monkeypatch.setattr(gradients, "backward", lambda r, saved, needs: dispatch.Grads(sinks=needs))
+    monkeypatch.setattr(launch, "_backward", lambda r, saved, work: ("dq", "dk", "dv"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    r, sinks = request(sinks=make(4)), frozenset({"sinks"})
+    saved = dispatch.Saved(r.q, None, r.q, torch.zeros(r.q.shape[:3]), None)
+    assert launch.backward(r, saved, frozenset("qkv")) == ("dq", "dk", "dv", None, None, None)
+    assert launch.backward(r, saved, frozenset("qkv") | sinks) == ("dq", "dk", "dv", None, None, sinks)
+    assert launch.backward(r, None, sinks).q is None
 
 
 def test_strides_of_dims_of_size_1_do_not_matter():
@@ -299,3 +320,4 @@ def test_the_blocks_are_those_of_the_cost_model(anywhere, monkeypatch):
     machine = iomodel.machine_for(request(mask=masks.causal()))
     assert (machine.forward_tile, machine.backward_tile) == ((128, 128), (128, 128))
     assert iomodel.machine_for(request(128)).backward_tile == (64, 128)
+    assert iomodel.machine_for(request(256)).forward_tile == (128, 64)

@@ -33,7 +33,12 @@ from tilewise.request import Request  # noqa: E402
 SHARED = 232_448  # bytes that a program may have
 MASKS = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",), "lengths": ("lengths",)}
 MASKS["all"] = ("left", "right", "lengths")
-CASES = [*itertools.product((64, 128), MASKS)]
+CASES = [*itertools.product(config.BACKWARD_DIMS, MASKS)]
+FORWARDS = [(d, d, m) for d, m in CASES] + [(256, 256, m) for m in MASKS]
+FORWARDS += [(96, 96, "causal"), (192, 192, "full"), (192, 128, "causal"), (64, 256, "window"), (256, 64, "all")]
+EXTRAS = {"softcap": ("softcap",), "sinks": ("sinks", "right"), "both": ("softcap", "sinks", "left", "right")}
+EXTRAS |= {"all and both": ("softcap", "sinks", "left", "right", "lengths")}
+FORWARDS += [(d, d, m) for d, m in itertools.product((64, 128, 256), EXTRAS)]
 
 
 def descriptor(dtype: str, *block: int) -> str:
@@ -56,18 +61,26 @@ def compiled(kernel, types: dict[str, str], constants: dict[str, object]) -> "tr
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def compile_forward(dim: int, masked: tuple[str, ...], dtype: str, top: bool) -> "triton.compiler.CompiledKernel":
+def compile_forward(
+    dim: int, dim_v: int, asked: tuple[str, ...], dtype: str, top: bool
+) -> "triton.compiler.CompiledKernel":
     """What ``launch.forward`` launches for a request."""
-    cfg = config.choose(dim, bool(masked), "left" in masked)
-    rows = {"q_desc": config.ROWS, "k_desc": cfg.block_n, "v_desc": cfg.block_n, "o_desc": config.ROWS}
-    types = {name: descriptor(dtype, 1, 1, n, dim) for name, n in rows.items()} | {"lse": "*fp32", "qk_scale": "fp32"}
+    masked = bool({"left", "right", "lengths"} & set(asked))
+    cfg = config.choose(dim, dim_v, masked, "left" in asked)
+    m, n = config.ROWS, cfg.block_n
+    d, dv = config.padded(dim), config.padded(dim_v)
+    blocks = {"q_desc": (m, d), "k_desc": (n, d), "v_desc": (n, dv), "o_desc": (m, config.stored(dv))}
+    types = {name: descriptor(dtype, 1, 1, *block) for name, block in blocks.items()}
+    types |= {"lse": "*fp32", "qk_scale": "fp32"}
     types |= {f"{x}_ptr": f"*{dtype}" for x in "qkv"} | {f"{x}_{s}": "i64" for x in "qkv" for s in "bhl"}
     types |= {"top": "*fp32"} if top else {}
-    types |= {"lengths": "*i64"} if "lengths" in masked else {}
+    types |= {"cap": "fp32"} if "softcap" in asked else {}
+    types |= {"sinks": "*fp32"} if "sinks" in asked else {}
+    types |= {"lengths": "*i64"} if "lengths" in asked else {}
     types |= {"counter": "*i32"} if masked else {}
-    constants = {"D": dim, "BLOCK_N": cfg.block_n, "STAGES": cfg.stages, "WIDE": cfg.wide}
-    constants |= {"LEFT": "left" in masked, "RIGHT": "right" in masked}
-    constants |= {x: None for x in ("top", "lengths", "counter") if x not in types}
+    constants = {"D": dim, "DV": dim_v, "BLOCK_N": cfg.block_n, "STAGES": cfg.stages, "WIDE": cfg.wide}
+    constants |= {"TURNS": cfg.turns, "LEFT": "left" in asked, "RIGHT": "right" in asked}
+    constants |= {x: None for x in ("top", "cap", "sinks", "lengths", "counter") if x not in types}
     return compiled(forward_kernel, types, constants)
 
 
@@ -107,7 +120,8 @@ def fast_loops(code: list[tuple[int, str]]) -> list[list[str]]:
     """The innermost loops in which consumers multiply and signal each other. Careful products are in other loops."""
     at = {address: n for n, (address, _) in enumerate(code)}
     jumps = ((at.get(int(m[1], 16), n), n) for n, (_, x) in enumerate(code) if (m := JUMP.search(x)))
-    loops = [(a, b) for a, b in jumps if a < b and all(any(m in x for _, x in code[a:b]) for m in ("BAR.ARV", "HGMMA"))]
+    marks = "SYNCS.ARRIVE", "HGMMA"
+    loops = [(a, b) for a, b in jumps if a < b and all(any(m in x for _, x in code[a:b]) for m in marks)]
     inner = [(a, b) for a, b in loops if not any(a < end < b for _, end in loops)]  # or a jump back from a wait outside
     return [[x for _, x in code[a : b + 1]] for a, b in inner]
 
@@ -123,12 +137,12 @@ def overlapped(loop: list[str]) -> int:
     return count("MUFU.EX2", loop[waits[0] : waits[1]])
 
 
-def report(direction: str, dim: int, mask: str) -> list[dict]:
+def report(direction: str, dim: int, dim_v: int, asked: str) -> list[dict]:
     """What ``main`` finds in its own process, in bf16 and fp16. ptxas must have no remark."""
     env = {**os.environ, "TRITON_DUMP_PTXAS_LOG": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as cache:  # an empty one, as ptxas says nothing of what is in the cache
         env["TRITON_CACHE_DIR"] = cache
-        command = [sys.executable, __file__, direction, str(dim), mask]
+        command = [sys.executable, __file__, direction, str(dim), str(dim_v), asked]
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     said = done.stdout + done.stderr
@@ -143,25 +157,33 @@ def report(direction: str, dim: int, mask: str) -> list[dict]:
     return kernels
 
 
-@pytest.mark.parametrize(("dim", "mask"), CASES)
-def test_compiles_to_what_is_fast(dim, mask):
-    """Fits an SM, keeps the loops in registers, multiplies by wgmma, and ptxas has no remark on it."""
-    for found in report("forward", dim, mask):
-        assert found["spills"] == [[0, 0], [0, 0]]
-        assert found["overlapped"] == [66, 66], "64 of a block of P, and those of two rows' maxima"
+@pytest.mark.parametrize(("dim", "dim_v", "asked"), FORWARDS)
+def test_compiles_to_what_is_fast(dim, dim_v, asked):
+    """Fits an SM, keeps the loops in registers, multiplies by wgmma, and ptxas has no remark on it.
+
+    Beside 256 columns a few numbers are not kept in registers.
+    """
+    wide = max(dim, dim_v) > 128
+    scores = config.choose(dim, dim_v, True, True).block_n // 2
+    capped = "softcap" in EXTRAS.get(asked, ())
+    for found in report("forward", dim, dim_v, asked):
+        assert max(loads for loads, _ in found["spills"]) <= 3 * wide
+        assert max(stores for _, stores in found["spills"]) <= wide
+        expected = (1 + capped) * scores + 2
+        assert found["overlapped"] == [expected] * 2, "those of a block of P and its tanh, and of two rows' maxima"
 
 
-@pytest.mark.parametrize(("dim", "mask"), CASES)
-def test_backward_compiles_to_what_is_fast(dim, mask):
+@pytest.mark.parametrize(("dim", "asked"), CASES)
+def test_backward_compiles_to_what_is_fast(dim, asked):
     """The same. Of 240 registers none is left over: a few addresses that do not change are read back in the loops."""
-    for found in report("backward", dim, mask):
+    for found in report("backward", dim, dim, asked):
         assert found["UTMAREDG"] > 0
         assert max(loads for loads, _ in found["spills"]) <= 8
         assert max(stores for _, stores in found["spills"]) <= 2
         assert found["exponentials"] == [config.choose_backward(dim).block_m // 2] * 2
 
 
-@pytest.mark.parametrize("dim", config.HEAD_DIMS)
+@pytest.mark.parametrize("dim", config.BACKWARD_DIMS)
 def test_the_kernels_around_the_backward(dim, monkeypatch):
     """Before and after it: they read and write, and do it again where there is a mask and something is not finite."""
 
@@ -194,12 +216,12 @@ def test_the_kernels_around_the_backward(dim, monkeypatch):
         assert all(x.resources()["STACK"] == 0 for x in made[:2])
 
 
-def main(direction: str, dim: int, mask: str) -> None:
+def main(direction: str, dim: int, dim_v: int, asked: str) -> None:
     for dtype, top in (("bf16", False), ("fp16", True)):
         if direction == "forward":
-            kernel = compile_forward(dim, MASKS[mask], dtype, top)
+            kernel = compile_forward(dim, dim_v, (MASKS | EXTRAS)[asked], dtype, top)
         else:
-            kernel = compile_backward(dim, MASKS[mask], dtype)
+            kernel = compile_backward(dim, MASKS[asked], dtype)
         code = sass(kernel)
         fast, lines = fast_loops(code), [x for _, x in code]
         found = {name: count(name, lines) for name in ("UTMALDG", "UTMAREDG", "HGMMA", "HMMA")}
@@ -212,4 +234,4 @@ def main(direction: str, dim: int, mask: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,4 +1,4 @@
-"""The hopper kernel on an H100 or H200, against the judge: sizes, masks, layouts, and what a mask hides."""
+"""The hopper kernels on an H100 or H200, against the judge: sizes, masks, layouts, and what a mask hides."""
 
 import pytest
 import torch
@@ -48,7 +48,27 @@ def test_sizes(mask, dim):
         passes(plain((2, 3, lq, lk, dim), options(BANDS[mask])))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dim", "dim_v"), [(256, 256), (96, 96), (192, 192), (192, 128), (64, 256), (128, 64)])
+@pytest.mark.parametrize("mask", ["full", "causal", "both"])
+def test_other_head_dims(mask, dim, dim_v):
+    for lq, lk in ((129, 129), (1, 1000), (257, 515)):
+        passes(plain((2, 3, lq, lk, dim), options(BANDS[mask]), dv=dim_v))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["full", "causal", "both"])
+def test_softcap_and_sinks(mask, dim):
+    def make(m, lq, lk, given):
+        tensors = {**qkv(m, 2, 4, lq, lk, dim, kv=2), "sinks": m.randn(4)}
+        return Call(tensors, options(BANDS[mask]) | given)
+
+    for lq, lk in ((129, 129), (257, 515)):
+        passes(lambda m, lq=lq, lk=lk: make(m, lq, lk, {}))
+        passes(lambda m, lq=lq, lk=lk: make(m, lq, lk, {"softcap": 3.0}))
+        passes(plain((2, 3, lq, lk, dim), options(BANDS[mask]) | {"softcap": 128.0}, scale=8))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_lengths_groups_layouts(dim):
     for mask in (masks.key_lengths(LENGTHS), masks.key_lengths(LENGTHS.int()) & masks.window(100, 20)):
         passes(plain((4, 4, 555, 555, dim), {"mask": mask}, kv=2), torch.float16)
@@ -57,7 +77,7 @@ def test_lengths_groups_layouts(dim):
     passes(lambda m: Call(qkv(m, 2, 3, 300, 300, dim), {"mask": masks.causal()}, views=view))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("mask", ODD)
 def test_what_is_hidden_stays_hidden(mask, value, dim):
@@ -88,7 +108,7 @@ def everything(mask, q, k, v, dout):
     return [out, aux.lse, *torch.autograd.grad([out, aux.lse], [q, k, v], given)]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_the_same_bits(mask, dim):
     given = tensors(dim)

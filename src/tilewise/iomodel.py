@@ -218,8 +218,9 @@ def machine_for(r: Request) -> Machine:
         problem = launch.Problem(r)
         forward, backward = ((c.block_m, c.block_n) for c in map(problem.config, (config.FORWARD, config.DKDV)))
         if name == "hopper":
-            forward = hopper.config.BLOCK_M, hopper.config.choose(r.dim, r.mask is not None, False).block_n
-            backward = hopper.config.choose_backward(r.dim).block_m, hopper.config.BLOCK_N
+            forward = hopper.config.BLOCK_M, hopper.config.choose(r.dim, r.dim_v, r.mask is not None, False).block_n
+            if hopper.launch.own_backward(r):
+                backward = hopper.config.choose_backward(r.dim).block_m, hopper.config.BLOCK_N
         return Machine(forward, backward, cache_bytes(r.device))
     longest = Sequence(slice(0, r.batch), slice(0, r.len_q), slice(0, r.len_k), r.ragged is not None)
     tiled = dispatch.get("tiled")

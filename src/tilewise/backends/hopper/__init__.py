@@ -1,9 +1,9 @@
 """The backend ``hopper``: forward and backward as warp-specialised kernels in Gluon, for the H100 and the H200.
 
-It takes what fills those GPUs: bf16 and fp16, head dims 64 and 128, full attention, bands and key lengths. Where not
-all of dQ, dK and dV are asked for the backward is that of ``triton``. Gluon is an experimental language of Triton, and
-its compiler decides whether a kernel is fast: a version of Triton counts as known once the kernels were measured with
-it.
+It takes what fills those GPUs: bf16 and fp16, head dims from 64 to 256, full attention, bands and key lengths, softcap
+and sinks. The backward is its own for head dims 64 and 128, those of the values the same, without a softcap and where
+all of dQ, dK and dV are asked for; else it is that of ``triton``. Gluon is an experimental language of Triton, and its
+compiler decides whether a kernel is fast: a version of Triton counts as known once the kernels were measured with it.
 
 This module imports without Triton; the kernels are imported when the first request runs.
 """
@@ -25,15 +25,18 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 class HopperBackend(Backend):
     name = "hopper"
-    summary = "warp-specialised kernels for H100 and H200: 16 bits, head dims 64 and 128, bands, key lengths"
+    summary = "warp-specialised kernels for H100 and H200: 16 bits, head dims 64 to 256, bands, key lengths"
     devices = ("cuda",)
     dtypes = (torch.bfloat16, torch.float16)
-    features = frozenset({"mask", "lse", "max_logits", "gqa"})
+    features = frozenset({"mask", "lse", "max_logits", "gqa", "dim_v", "softcap", "sinks"})
 
     def limits(self, r: Request) -> list[Reason]:
         reasons = machine(r.device) if r.device.type == "cuda" else []
-        if r.dim not in config.HEAD_DIMS:
-            reasons.append(Reason(f"takes head dims {' and '.join(map(str, config.HEAD_DIMS))}, got {r.dim}"))
+        for name, dim in (("head dims", r.dim), ("value head dims", r.dim_v)):
+            if dim not in config.HEAD_DIMS:
+                reasons.append(Reason(f"takes {name} {', '.join(map(str, config.HEAD_DIMS))}, got {dim}"))
+        if r.softcap is not None and r.softcap > config.LARGEST_CAP:
+            reasons.append(Reason(f"takes a softcap up to {config.LARGEST_CAP}, got {r.softcap}"))
         if not 0 < r.scale < float("inf"):
             reasons.append(Reason(f"takes a finite scale > 0, got {r.scale}"))
         if r.ragged is None:

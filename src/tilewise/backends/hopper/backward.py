@@ -42,6 +42,7 @@ from .pipeline import (
     await_full,
     barriers,
     fetch,
+    hidden_zero,
     is_odd,
     named_barrier,
     place,
@@ -269,13 +270,6 @@ def writer(
 
 
 # --- the consumers --------------------------------------------------------------------------------
-
-
-@gluon.jit
-def hidden_zero():
-    """A zero that the compiler does not see: what is indexed by it is not hoisted out of the loop, to be spilled."""
-    zero = gl.to_tensor(0)
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

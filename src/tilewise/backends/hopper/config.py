@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 96, 128, 192, 256)
+BACKWARD_DIMS = (64, 128)
 ROWS = 64  # of a consumer: what one warp group of wgmma takes
 BLOCK_M = 2 * ROWS
+LARGEST_CAP = 128.0  # of a softcap: beyond, the 5e-7 of ``quick_tanh`` times it is more than the rounding of 16 bits
 L2_BYTES = 32 * 2**20  # keys and values of the heads that are worked on at a time: what is reused of the 50 MB
 
 
@@ -17,17 +19,36 @@ class Config:
     block_n: int
     stages: int
     wide: bool
+    turns: bool
 
 
-def choose(dim: int, masked: bool, left: bool) -> Config:
-    """The configuration for a head dim; masked: there is a mask; left: one with an end on the left, a window.
+def padded(dim: int) -> int:
+    """The columns of a tile: a power of two. TMA fills what is beyond the head dim with zeros, which add nothing."""
+    return 64 if dim <= 64 else 128 if dim <= 128 else 256
 
-    block_n: 128 keys, so that the scores are 64 registers a thread; with 256 they would spill. stages: what fits the
-    227 KB at D = 128 beside Q and O; FlashAttention-3 has two as well. wide: P crosses the loop in fp32. Beside the
-    branch of a mask ptxas otherwise takes pairs of 16 bits apart and packs them again, 32 instructions a block. Without
-    a mask it does not, and fp32 would spill: between tiles there, in the loop beside a window at D = 128.
+
+def stored(columns: int) -> int:
+    """How many columns of the output go to memory at a time: beside 256 of Q, K and V there is no room for more."""
+    return min(columns, 128)
+
+
+def choose(dim: int, dim_v: int, masked: bool, left: bool) -> Config:
+    """The configuration for head dims; masked: there is a mask; left: one with an end on the left, a window.
+
+    block_n: 128 keys, so that the scores are 64 registers a thread; with 256 they would spill. 64 beside 256 columns:
+    of an accumulator, 128 registers a thread, or of keys, of which no more fit. stages: what fits the 227 KB; with 128
+    keys at D = 128 FlashAttention-3 has two as well. wide: P crosses the loop in fp32. Beside the branch of a mask
+    ptxas otherwise takes pairs of 16 bits apart and packs them again, 32 instructions a block. Without a mask it does
+    not, and fp32 would spill: between tiles there, in the loop beside a window at D = 128. turns: whether the consumers
+    take turns at starting products. At D = 256, where products of 64 keys are short beside P V, it is up to 1 % slower.
+
+    At D = 256 on an H200, TFLOP/s of 4096 and 16384 tokens, full: 675 and 691, cuDNN 640 and 662. Slower there: 128
+    keys in one stage, a product at a time (616 and 643); V awaited after the product for the scores is started (672 and
+    686; with causal it spills).
     """
-    return Config(block_n=128, stages=2, wide=masked and not (left and dim == 128))
+    columns = max(padded(dim), padded(dim_v))
+    wide = masked and not (left and columns == 128)
+    return Config(block_n=64 if columns == 256 else 128, stages=2, wide=wide, turns=columns < 256)
 
 
 @dataclass(frozen=True)

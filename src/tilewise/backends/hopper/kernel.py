@@ -8,7 +8,8 @@ keep scores, P and the accumulator in registers. What runs at the same time:
 - within a consumer, the softmax of block t and P V of block t - 1, which is waited for after the exponentials;
 - the softmax of one consumer and the products of the other: they take turns at starting products.
 
-Scores are unscaled q k^T, maxima and exponents are in units of log2 (FOLDED in ``triton``'s kernels).
+Scores are unscaled q k^T or, under a softcap, its tanh; maxima and exponents are in units of log2 (FOLDED in
+``triton``'s kernels). Tiles have a power of two of columns: beyond the head dim TMA fills them with zeros.
 """
 
 # No ``from __future__ import annotations``: Gluon reads the annotations.
@@ -23,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..triton.primitives import quick_tanh
 from . import config
 from .gluon import tma_store
 from .pipeline import (
@@ -30,12 +32,16 @@ from .pipeline import (
     await_empty,
     await_full,
     fetch,
+    hidden_zero,
     is_odd,
+    matrix,
     named_barrier,
+    padded,
     place,
     release,
     ring,
     staged,
+    stored,
     tiles,
     wgmma_layout,
 )
@@ -47,6 +53,7 @@ INF = gl.constexpr(float("inf"))
 # Where maxima start. Finite, so that a row without keys needs no test in the loops: -inf - (-inf) would be NaN.
 LOWEST = gl.constexpr(-(2.0**100))
 TURN = gl.constexpr(8)  # named barriers 8 and 9
+DONE = gl.constexpr(10)
 
 
 # --- which blocks ---------------------------------------------------------------------------------
@@ -89,14 +96,16 @@ def work(t, z, lengths, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.con
 
 
 @gluon.jit
-def await_turn(W: gl.constexpr):
+def await_turn(W: gl.constexpr, TURNS: gl.constexpr):
     """Until the other consumer has handed over: its products are issued."""
-    named_barrier("sync", TURN + W, 256)
+    if TURNS:
+        named_barrier("sync", TURN + W, 256)
 
 
 @gluon.jit
-def hand_over(W: gl.constexpr):
-    named_barrier("arrive", TURN + 1 - W, 256)
+def hand_over(W: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        named_barrier("arrive", TURN + 1 - W, 256)
 
 
 # --- the producer ---------------------------------------------------------------------------------
@@ -105,7 +114,7 @@ def hand_over(W: gl.constexpr):
 @gluon.jit
 def producer(
     q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, z, n_tiles, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     it = gl.to_tensor(0)
     done = gl.to_tensor(0)
@@ -114,15 +123,15 @@ def producer(
         row, b, h, _end, last, _right, _full, n = work(t, z, lengths, BLOCK_N, LEFT, RIGHT)
         for w in gl.static_range(2):
             mbarrier.wait(q.empty.index(w), (done & 1) ^ 1)
-            fetch(q_desc, b, h, row + w * ROWS, q, w, ROWS, D)
+            fetch(q_desc, b, h, row + w * ROWS, q, w, ROWS, padded(D))
         kv = h // z.group
         for j in range(n):
             slot = it % STAGES
             at = (last - 1 - j) * BLOCK_N
             await_empty(k, it, STAGES)
-            fetch(k_desc, b, kv, at, k, slot, BLOCK_N, D)
+            fetch(k_desc, b, kv, at, k, slot, BLOCK_N, padded(D))
             await_empty(v, it, STAGES)
-            fetch(v_desc, b, kv, at, v, slot, BLOCK_N, D)
+            fetch(v_desc, b, kv, at, v, slot, BLOCK_N, padded(DV))
             it += 1
         if counter is not None:
             t = gl.num_programs(0) + gl.atomic_add(counter, 1)
@@ -181,6 +190,15 @@ def mask(s, j0, i0, end, z, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl
 
 
 @gluon.jit
+def capped(s, cap):
+    """The scores, or under a softcap their tanh. cap is what they are multiplied by within it."""
+    if cap is not None:
+        return quick_tanh(s, cap)
+    else:
+        return s
+
+
+@gluon.jit
 def crossing(p, dtype: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr):
     """P as it crosses from one round of the loop to the next: as its product takes it or, WIDE, in fp32."""
     if WIDE:
@@ -191,22 +209,24 @@ def crossing(p, dtype: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr):
 
 @gluon.jit
 def fold(
-    acc, p_wide, l_i, m_i, it, t, n, masked, j0, i0, end, q, k, v, z, qk_scale, W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    acc, p_wide, l_i, m_i, it, t, n, masked, j0, i0, end, q, k, v, z, qk_scale, cap, W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
 ):  # fmt: skip
     """P V of block t - 1, and of block t the scores, the maximum and P. it: number of block t - 1 in the rings."""
     S_LAYOUT: gl.constexpr = wgmma_layout(BLOCK_N)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     slot, following = it % STAGES, (it + 1) % STAGES
     p = gl.convert_layout(p_wide.to(q.dtype), P_LAYOUT)
-    await_turn(W)
+    await_turn(W, TURNS)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    k_t = k.data.index(following).reshape([BLOCK_N, D]).permute((1, 0))
+    k_t = matrix(k.data, following).permute((1, 0))
     s_run = warpgroup_mma(q, k_t, zeros, use_acc=False, is_async=True)
-    hand_over(W)  # before P V: the other's Q K may run between the two
-    acc_run = warpgroup_mma(p, v.data.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
+    hand_over(W, TURNS)  # before P V: the other's Q K may run between the two
+    acc_run = warpgroup_mma(p, matrix(v.data, slot), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_run])
     release(k, following)
+    s = capped(s, cap)
     if LEFT or RIGHT:  # without, only the first block can have an end in it  # noqa: SIM102 - decided when compiling
         if masked:
             s = mask(s, j0, i0, end, z, BLOCK_N, LEFT, RIGHT)
@@ -225,34 +245,89 @@ def fold(
     return acc, p_wide, l_i, m_new
 
 
+# --- results --------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def finished(m, sums, sink):
+    """(log-sum-exp, what the accumulator is multiplied by) of rows with these maxima and sums of exponentials."""
+    if sink is not None:  # ``state.with_sink``: a key of this score whose value is 0
+        m = gl.where(sums == 0, -INF, m)
+        m_new = gl.maximum(m, sink)
+        base = gl.where(m_new == -INF, 0.0, m_new)
+        alpha = gl.exp2(m - base)
+        sums = sums * alpha + gl.exp2(sink - base)
+        m = base
+    none = sums == 0
+    weight = 1.0 / gl.where(none, 1.0, sums)
+    if sink is not None:
+        weight = weight * alpha
+    return gl.where(none, -INF, m * LN2 + gl.log(sums)), weight
+
+
+@gluon.jit
+def load_sink(sinks, h):
+    """The sink of a head in the unit of maxima."""
+    return gl.load(sinks + h).to(gl.float32) / LN2
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns of a tile in the registers of a warp group: none move."""
+    N: gl.constexpr = x.shape[1] // 2
+    a, b = gl.split(x.reshape([ROWS, 2, N]).permute((0, 2, 1)))
+    LAYOUT: gl.constexpr = wgmma_layout(N)
+    return gl.convert_layout(a, LAYOUT), gl.convert_layout(b, LAYOUT)
+
+
+@gluon.jit
+def store_part(o_desc, o_s, W: gl.constexpr, x, b, h, i0, column: gl.constexpr):
+    """Rows i0 .. i0 + 64 of the output from a column on, once the buffer is free."""
+    tma.store_wait(0)
+    staged(matrix(o_s, W), x.to(o_s.dtype))
+    tma_store(o_desc, [b, h, i0, column], o_s.index(W))
+
+
+@gluon.jit
+def store_out(o_desc, o_s, W: gl.constexpr, acc, b, h, i0):
+    """Rows i0 .. i0 + 64 of the output. Where not all columns fit the buffer it takes two turns."""
+    if acc.shape[1] == o_s.shape[4]:
+        store_part(o_desc, o_s, W, acc, b, h, i0, 0)
+    else:
+        left, right = halves(acc)
+        store_part(o_desc, o_s, W, left, b, h, i0, 0)
+        store_part(o_desc, o_s, W, right, b, h, i0, o_s.shape[4])
+
+
 # --- beside things that are not numbers -----------------------------------------------------------
 #
 # 0 * NaN is NaN, so a value that is not finite reaches rows that do not attend to its key. As in ``triton``'s kernels,
 # the fast products are taken anyway, and the accumulator is looked at once. A tile where it came out not finite is put
-# on a list. Each consumer works through its list after its other tiles, 64 keys at a time, through its own buffer of
-# the output: with such values taken for 0, and then what they add to those who do attend to them. After, not
-# between: beside the fast loops its registers would make them spill. The list is a chain of numbers, each in the place
-# of the log-sum-exp of its tile's first row.
+# on a list. Each consumer works through its list after its other tiles, 64 keys at a time, in buffers of Q, K and V
+# that nobody else uses any more: with such values taken for 0, and then what they add to those who do attend to them.
+# After, not between: beside the fast loops its registers would make them spill. The list is a chain of numbers, each in
+# the place of the log-sum-exp of its tile's first row.
 
 
 @gluon.jit
 def load_rows(x, first, length, stride, D: gl.constexpr):
-    """Rows first .. first + 64 of a (length, D) matrix, 0 beyond its end."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    """Rows first .. first + 64 of a (length, D) matrix, 0 beyond its edges."""
+    COLS: gl.constexpr = padded(D)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [4, 1], [1, 0])
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    channels = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    channels = gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
     at = x + rows.to(gl.int64)[:, None] * stride + channels[None, :]
-    return gl.load(at, mask=(rows < length)[:, None], other=0.0)
+    return gl.load(at, mask=(rows < length)[:, None] & (channels < D)[None, :], other=0.0)
 
 
 @gluon.jit
 def careful_scores(
-    q, k, stage, j0, i0, k_stride, end, z, qk_scale, LAYOUT: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
+    q, k, stage, j0, i0, k_stride, end, z, qk_scale, cap, LAYOUT: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Scaled scores of 64 keys from j0 on, -inf where not kept; and what is kept."""
     k_t = staged(stage, load_rows(k, j0, z.len_k, k_stride, D)).permute((1, 0))
-    s = warpgroup_mma(q, k_t, gl.zeros([ROWS, ROWS], gl.float32, LAYOUT), use_acc=False)
+    s = capped(warpgroup_mma(q, k_t, gl.zeros([ROWS, ROWS], gl.float32, LAYOUT), use_acc=False), cap)
     j = j0 + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
     i = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     keep = kept(j, i, end, z.low, z.high, LEFT, RIGHT)
@@ -261,52 +336,52 @@ def careful_scores(
 
 @gluon.jit
 def careful(
-    q, k, v, q_stride, k_stride, v_stride, stage, i0, first, end, z, qk_scale, D: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
+    q, k, v, q_stride, k_stride, v_stride, q_s, k_s, v_s, i0, first, end, z, qk_scale, cap, sink, D: gl.constexpr,
+    DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of rows i0 .. i0 + 64, which keep keys of first .. end."""
     S_LAYOUT: gl.constexpr = wgmma_layout(ROWS)
-    O_LAYOUT: gl.constexpr = wgmma_layout(D)
+    O_LAYOUT: gl.constexpr = wgmma_layout(padded(DV))
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    dtype: gl.constexpr = stage.dtype
-    stage.store(load_rows(q, i0, z.len_q, q_stride, D))
-    q_tile = stage.load(Q_LAYOUT)
-    acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+    dtype: gl.constexpr = v_s.dtype
+    staged(q_s, load_rows(q, i0, z.len_q, q_stride, D))
+    acc = gl.zeros([ROWS, padded(DV)], gl.float32, O_LAYOUT)
     m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     odd = gl.to_tensor(0)
     for j0 in range(first, end, ROWS):
-        s, _keep = careful_scores(q_tile, k, stage, j0, i0, k_stride, end, z, qk_scale, S_LAYOUT, D, LEFT, RIGHT)
+        s, _keep = careful_scores(q_s, k, k_s, j0, i0, k_stride, end, z, qk_scale, cap, S_LAYOUT, D, LEFT, RIGHT)
         m_new = gl.maximum(m_i, gl.max(s, 1))
         alpha = gl.exp2(m_i - m_new)
         p = gl.exp2(s - m_new[:, None])
         l_i = l_i * alpha + gl.sum(p, 1)
         m_i = m_new
-        x = load_rows(v, j0, z.len_k, v_stride, D).to(gl.float32)
+        x = load_rows(v, j0, z.len_k, v_stride, DV).to(gl.float32)
         odd = gl.where(is_odd(x), 1, odd)
         acc = acc * gl.convert_layout(alpha, ROW)[:, None]
         number = gl.where(gl.abs(x) < INF, x, 0.0).to(dtype)
-        acc = warpgroup_mma(gl.convert_layout(p.to(dtype), P_LAYOUT), staged(stage, number), acc)
-    none = l_i == 0
-    acc = acc * gl.convert_layout(1.0 / gl.where(none, 1.0, l_i), ROW)[:, None]
+        acc = warpgroup_mma(gl.convert_layout(p.to(dtype), P_LAYOUT), staged(v_s, number), acc)
+    row_lse, weight = finished(gl.convert_layout(m_i, ROW), gl.convert_layout(l_i, ROW), sink)
+    acc = acc * weight[:, None]
     if odd > 0:
         for kind in range(4):  # which rows keep, in each channel: a NaN; inf and -inf of a weight > 0, and of weight 0
             value = gl.where(kind == 1, INF, -INF)
             adds = gl.where((kind == 0) | (kind == 3), float("nan"), value)
-            count = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+            count = gl.zeros([ROWS, padded(DV)], gl.float32, O_LAYOUT)
             for j0 in range(first, end, ROWS):
-                s, keep = careful_scores(q_tile, k, stage, j0, i0, k_stride, end, z, qk_scale, S_LAYOUT, D, LEFT, RIGHT)
+                s, keep = careful_scores(
+                    q_s, k, k_s, j0, i0, k_stride, end, z, qk_scale, cap, S_LAYOUT, D, LEFT, RIGHT
+                )  # fmt: skip
                 no_weight = gl.exp2(s - m_i[:, None]) == 0
                 keep = keep & ((kind == 0) | (no_weight == (kind == 3)))
-                x = load_rows(v, j0, z.len_k, v_stride, D).to(gl.float32)
+                x = load_rows(v, j0, z.len_k, v_stride, DV).to(gl.float32)
                 infinite = (x == value) | ((kind == 3) & (gl.abs(x) == INF))
                 found = ((kind == 0) & (x != x)) | ((kind > 0) & infinite)
                 one = gl.convert_layout(gl.where(keep, 1.0, 0.0).to(dtype), P_LAYOUT)
-                count = warpgroup_mma(one, staged(stage, gl.where(found, 1.0, 0.0).to(dtype)), count)
+                count = warpgroup_mma(one, staged(v_s, gl.where(found, 1.0, 0.0).to(dtype)), count)
             acc = gl.where(count > 0, acc + adds, acc)
-    return acc, gl.convert_layout(gl.where(none, -INF, m_i * LN2 + gl.log(l_i)), ROW)
+    return acc, row_lse
 
 
 @gluon.jit
@@ -317,49 +392,55 @@ def row_stats(x, b, h, i0, z):
 
 @gluon.jit
 def again(
-    chain, W: gl.constexpr, o_desc, o_s, lse, lengths, z, qk_scale, pointers, strides, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    chain, W: gl.constexpr, o_desc, q_ring, k_ring, v_ring, o_s, lse, sinks, lengths, z, qk_scale, cap, pointers,
+    strides, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """The tiles of a chain, carefully."""
-    ROW: gl.constexpr = gl.SliceLayout(1, wgmma_layout(D))
+    ROW: gl.constexpr = gl.SliceLayout(1, wgmma_layout(padded(DV)))
     q, k, v = pointers
-    stage = o_s.index(W).reshape([ROWS, D])
+    named_barrier("sync", DONE, 256)  # the other's last K and V are read
+    mine = W
+    if q_ring.data.shape[4] > 128:  # addresses of its own: those of the fast loops would be spilled for these here
+        mine = W + hidden_zero()
+    q_s = matrix(q_ring.data, mine)
+    k_s = matrix(k_ring.data, mine).slice(0, ROWS, dim=0)
+    v_s = matrix(v_ring.data, mine).slice(0, ROWS, dim=0)
     while chain > 0:
         row, b, h, end, last, _right, _full, n = work(chain - 1, z, lengths, BLOCK_N, LEFT, RIGHT)
         i0 = row + W * ROWS
         kv = h // z.group
         at = row_stats(lse, b, h, i0, z)
         chain = gl.load(at).to(gl.int32, bitcast=True)
-        tma.store_wait(0)
+        sink = None
+        if sinks is not None:
+            sink = load_sink(sinks, h)
         acc, row_lse = careful(
             q + b * strides[0] + h * strides[1], k + b * strides[3] + kv * strides[4],
-            v + b * strides[6] + kv * strides[7], strides[2], strides[5], strides[8], stage, i0, (last - n) * BLOCK_N,
-            gl.minimum(end, last * BLOCK_N), z, qk_scale, D, LEFT, RIGHT,
+            v + b * strides[6] + kv * strides[7], strides[2], strides[5], strides[8], q_s, k_s, v_s, i0,
+            (last - n) * BLOCK_N, gl.minimum(end, last * BLOCK_N), z, qk_scale, cap, sink, D, DV, LEFT, RIGHT,
         )  # fmt: skip
-        staged(stage, acc.to(stage.dtype))
-        tma_store(o_desc, [b, h, i0, 0], o_s.index(W))
+        store_out(o_desc, o_s, W, acc, b, h, i0)
         rows = gl.arange(0, ROWS, ROW)
         gl.store(at + rows, row_lse, mask=i0 + rows < z.len_q)
 
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, o_desc, q_ring, k, v, o_s, ids, lse, top, lengths, z, n_tiles, qk_scale, pointers, strides,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, DYNAMIC: gl.constexpr,
+    W: gl.constexpr, o_desc, q_ring, k, v, o_s, ids, lse, top, sinks, lengths, z, n_tiles, qk_scale, cap, pointers,
+    strides, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = wgmma_layout(BLOCK_N)
-    O_LAYOUT: gl.constexpr = wgmma_layout(D)
+    O_LAYOUT: gl.constexpr = wgmma_layout(padded(DV))
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    q = q_ring.data.index(W).reshape([ROWS, D])
-    stage = o_s.index(W).reshape([ROWS, D])
+    q = matrix(q_ring.data, W)
     it = gl.to_tensor(0)
     done = gl.to_tensor(0)
     HIDES: gl.constexpr = LEFT or RIGHT or lengths is not None
     chain = gl.to_tensor(0)
     if W == 1:
-        hand_over(1)  # the first turn is that of consumer 0
+        hand_over(1, TURNS)  # the first turn is that of consumer 0
     t = gl.program_id(0)
     row, b, h, end, last, right, full, n = work(t, z, lengths, BLOCK_N, LEFT, RIGHT)
     while t < n_tiles:
@@ -370,33 +451,35 @@ def consumer(
         slot = it % STAGES
         await_full(k, it, STAGES)
         zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-        await_turn(W)
-        k_t = k.data.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
-        s_run = warpgroup_mma(q, k_t, zeros, use_acc=False, is_async=True)
+        await_turn(W, TURNS)
+        s_run = warpgroup_mma(q, matrix(k.data, slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s_run])
-        hand_over(W)
+        hand_over(W, TURNS)
         release(k, slot)
-        s = mask(s, j0, i0, end, z, BLOCK_N, LEFT, RIGHT)
+        s = mask(capped(s, cap), j0, i0, end, z, BLOCK_N, LEFT, RIGHT)
         m_i = gl.maximum(row_max(s, BLOCK_N) * qk_scale, LOWEST)
         p_wide = gl.exp2(s * qk_scale - m_i[:, None])
         l_i = row_sum(p_wide, BLOCK_N)
         p_wide = crossing(p_wide, q.dtype, P_LAYOUT, WIDE)
-        acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+        acc = gl.zeros([ROWS, padded(DV)], gl.float32, O_LAYOUT)
         await_full(v, it, STAGES)
         await_full(k, it + 1, STAGES, pred=n > 1)
 
         for j in range(1, n):
             acc, p_wide, l_i, m_i = fold(
                 acc, p_wide, l_i, m_i, it, j, n, (j < right) | (j >= right + full), j0 - j * BLOCK_N, i0, end, q, k, v,
-                z, qk_scale, W, BLOCK_N, STAGES, WIDE, D, LEFT, RIGHT,
+                z, qk_scale, cap, W, BLOCK_N, STAGES, WIDE, TURNS, LEFT, RIGHT,
             )  # fmt: skip
             it += 1
 
         slot = it % STAGES
         p = gl.convert_layout(p_wide.to(q.dtype), P_LAYOUT)
         mbarrier.arrive(q_ring.empty.index(W), count=1)
-        acc_run = warpgroup_mma(p, v.data.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
+        acc_run = warpgroup_mma(p, matrix(v.data, slot), acc, is_async=True)
         # What comes next is found out meanwhile.
+        sink = None
+        if sinks is not None:
+            sink = load_sink(sinks, h)
         if DYNAMIC:
             await_full(ids, done, 2)
             t_next = gl.max(ids.data.index(done & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -412,10 +495,9 @@ def consumer(
         it += 1
 
         m = gl.convert_layout(m_i, ROW)
-        none = sums == 0
         rows = gl.arange(0, ROWS, ROW)
         inside = i0 + rows < z.len_q
-        row_lse = gl.where(none, -INF, m * LN2 + gl.log(sums))
+        row_lse, weight = finished(m, sums, sink)
         odd = i0 < 0
         if HIDES:
             odd = is_odd(acc) & (i0 < z.len_q)
@@ -424,38 +506,39 @@ def consumer(
                 chain = t + 1
         gl.store(row_stats(lse, b, h, i0, z) + rows, row_lse, mask=inside)
         if top is not None:  # a maximum passes NaN by, the sum does not
-            most = gl.where(none, -INF, gl.where((sums != sums) & (m != INF), sums, m * LN2))
+            most = gl.where(sums == 0, -INF, gl.where((sums != sums) & (m != INF), sums, m * LN2))
             gl.store(row_stats(top, b, h, i0, z) + rows, most, mask=inside)
-        tma.store_wait(0)
-        acc = acc * (1.0 / gl.where(none, 1.0, sums))[:, None]
-        staged(stage, acc.to(q.dtype))
         if not odd:
-            tma_store(o_desc, [b, h, i0, 0], o_s.index(W))
+            store_out(o_desc, o_s, W, acc * weight[:, None], b, h, i0)
 
         t, b, h = t_next, b_next, h_next
         done += 1
     if HIDES:
-        again(chain, W, o_desc, o_s, lse, lengths, z, qk_scale, pointers, strides, BLOCK_N, D, LEFT, RIGHT)
+        again(
+            chain, W, o_desc, q_ring, k, v, o_s, lse, sinks, lengths, z, qk_scale, cap, pointers, strides, BLOCK_N, D,
+            DV, LEFT, RIGHT,
+        )  # fmt: skip
     tma.store_wait(0)
 
 
 # The sizes are not specialised: a new length compiles nothing.
 @gluon.jit(
     do_not_specialize=[
-        "lengths", "counter", "heads", "group", "len_q", "len_k", "n_m", "pairs", "section", "n_tiles", "low", "high",
-        "q_b", "q_h", "q_l", "k_b", "k_h", "k_l", "v_b", "v_h", "v_l",
+        "lengths", "sinks", "counter", "heads", "group", "len_q", "len_k", "n_m", "pairs", "section", "n_tiles", "low",
+        "high", "q_b", "q_h", "q_l", "k_b", "k_h", "k_l", "v_b", "v_h", "v_l",
     ]
 )  # fmt: skip
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse, top, lengths, counter, heads, group, len_q, len_k, n_m, pairs, section,
-    n_tiles, low, high, qk_scale, q_ptr, k_ptr, v_ptr, q_b: gl.int64, q_h: gl.int64, q_l: gl.int64, k_b: gl.int64,
-    k_h: gl.int64, k_l: gl.int64, v_b: gl.int64, v_h: gl.int64, v_l: gl.int64, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, lse, top, sinks, lengths, counter, heads, group, len_q, len_k, n_m, pairs, section,
+    n_tiles, low, high, qk_scale, cap, q_ptr, k_ptr, v_ptr, q_b: gl.int64, q_h: gl.int64, q_l: gl.int64,
+    k_b: gl.int64, k_h: gl.int64, k_l: gl.int64, v_b: gl.int64, v_h: gl.int64, v_l: gl.int64, D: gl.constexpr,
+    DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    q = ring(tiles(q_desc, 2, ROWS, D), 2, 1)
-    k = ring(tiles(k_desc, STAGES, BLOCK_N, D), STAGES, 2)
-    v = ring(tiles(v_desc, STAGES, BLOCK_N, D), STAGES, 2)
-    o_s = tiles(o_desc, 2, ROWS, D)
+    q = ring(tiles(q_desc, 2, ROWS, padded(D)), 2, 1)
+    k = ring(tiles(k_desc, STAGES, BLOCK_N, padded(D)), STAGES, 2)
+    v = ring(tiles(v_desc, STAGES, BLOCK_N, padded(DV)), STAGES, 2)
+    o_s = tiles(o_desc, 2, ROWS, stored(padded(DV)))
     ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 2)
     fence_async_shared()
     z = Sizes(heads, group, len_q, len_k, n_m, pairs, section, low, high)
@@ -464,17 +547,18 @@ def forward_kernel(
         [
             (
                 consumer,
-                (0, o_desc, q, k, v, o_s, ids, lse, top, lengths, z, n_tiles, qk_scale, pointers, strides,
-                 BLOCK_N, STAGES, WIDE, D, LEFT, RIGHT, counter is not None),
+                (0, o_desc, q, k, v, o_s, ids, lse, top, sinks, lengths, z, n_tiles, qk_scale, cap, pointers, strides,
+                 BLOCK_N, STAGES, WIDE, TURNS, D, DV, LEFT, RIGHT, counter is not None),
             ),
             (
                 consumer,
-                (1, o_desc, q, k, v, o_s, ids, lse, top, lengths, z, n_tiles, qk_scale, pointers, strides,
-                 BLOCK_N, STAGES, WIDE, D, LEFT, RIGHT, counter is not None),
+                (1, o_desc, q, k, v, o_s, ids, lse, top, sinks, lengths, z, n_tiles, qk_scale, cap, pointers, strides,
+                 BLOCK_N, STAGES, WIDE, TURNS, D, DV, LEFT, RIGHT, counter is not None),
             ),
             (
                 producer,
-                (q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, z, n_tiles, BLOCK_N, STAGES, D, LEFT, RIGHT),
+                (q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, z, n_tiles, BLOCK_N, STAGES, D, DV, LEFT,
+                 RIGHT),
             ),
         ],
         [4, 1],

@@ -110,11 +110,11 @@ def _counter(device: torch.device) -> Tensor:
     return _counters[key]
 
 
-def tiled(x: Tensor, rows: int) -> Tiled:
-    """A (B, H, L, D) tensor in tiles of so many rows."""
+def tiled(x: Tensor, rows: int, columns: int | None = None) -> Tiled:
+    """A (B, H, L, D) tensor in tiles of so many rows and columns; None: a power of two that all fit in."""
     from ..triton.start import Tiled
 
-    return Tiled(x, tuple(x.shape), strides(x), (1, 1, rows, x.shape[3]))
+    return Tiled(x, tuple(x.shape), strides(x), (1, 1, rows, columns or config.padded(x.shape[3])))
 
 
 def forward(r: Request) -> Output:
@@ -122,6 +122,8 @@ def forward(r: Request) -> Output:
     from ..triton.launch import decided_by, inputs
     from ..triton.repeat import repeated
 
+    if r.q.numel() == 0 or r.k.numel() == 0:
+        return _without_pairs(r)
     about = decided_by(r)
     with torch.cuda.device(r.device):
         counter = None if r.mask is None else _counter(r.device)  # without a mask all tiles take as long
@@ -130,54 +132,69 @@ def forward(r: Request) -> Output:
     return Output(*made)  # type: ignore[arg-type]
 
 
+def _without_pairs(r: Request) -> Output:
+    o = Output(r.new_out().zero_(), r.new_stats(), r.new_stats() if r.want_max_logits else None)
+    for x in (o.lse, o.max_logits):
+        if x is not None:
+            x.fill_(NEG_INF)
+    if r.sinks is not None and o.lse is not None:
+        o.lse.copy_(r.sinks[:, None])
+    return o
+
+
 def _forward(r: Request, counter: Tensor | None, work: Work) -> Output:
     from .kernel import forward_kernel
 
-    nothing = r.q.numel() == 0 or r.len_k == 0
-    out = work.made(r.new_out(), 0.0 if nothing else None)
-    lse = work.made(r.new_stats(), NEG_INF if nothing else None)
-    top = work.made(r.new_stats(), NEG_INF if nothing else None) if r.want_max_logits else None
-    o = Output(out, lse, top)
-    if nothing:
-        return o
+    out, lse = work.made(r.new_out()), work.made(r.new_stats())
+    top = work.made(r.new_stats()) if r.want_max_logits else None
     keep = kept(r.mask, r.len_q, r.len_k)
     assert keep is not None
     low, high, left, right = ends(keep)
     masked = left or right or keep.lengths is not None
-    cfg = config.choose(r.dim, masked, left)
+    cfg = config.choose(r.dim, r.dim_v, masked, left)
     tiles = -(-r.len_q // config.BLOCK_M)
     pairs = r.batch * r.heads
-    section = max(1, config.L2_BYTES // (4 * r.len_k * r.dim)) * r.group
+    section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group
+    qk_scale, cap = (r.scale, None) if r.softcap is None else (r.softcap, 2 * _LOG2E * r.scale / r.softcap)
     lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
     q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
     args = (
-        tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n), tiled(out, config.ROWS), lse, top,
-        lengths, counter if masked else None, r.heads, r.group, r.len_q, r.len_k, tiles, pairs, min(section, pairs),
-        tiles * pairs, low, high, r.scale * _LOG2E, q, k, v, *strides(q), *strides(k), *strides(v),
+        tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n),
+        tiled(out, config.ROWS, config.stored(config.padded(r.dim_v))), lse, top, r.sinks, lengths,
+        counter if masked else None, r.heads, r.group, r.len_q, r.len_k, tiles, pairs, min(section, pairs),
+        tiles * pairs, low, high, qk_scale * _LOG2E, cap, q, k, v, *strides(q), *strides(k), *strides(v),
     )  # fmt: skip
     work.launch(
-        forward_kernel, min(processors(r.device), tiles * pairs), args, D=r.dim, BLOCK_N=cfg.block_n,
-        STAGES=cfg.stages, WIDE=cfg.wide, LEFT=left, RIGHT=right,
+        forward_kernel, min(processors(r.device), tiles * pairs), args, D=r.dim, DV=r.dim_v, BLOCK_N=cfg.block_n,
+        STAGES=cfg.stages, WIDE=cfg.wide, TURNS=cfg.turns, LEFT=left, RIGHT=right,
     )  # fmt: skip
-    return o
+    return Output(out, lse, top)
 
 
 def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
     """Launch the backward, which holds sums of dQ in fp32 meanwhile.
 
-    Where not all three gradients are asked for, ``triton`` does only what is.
+    ``triton`` does what this one does not take, and where not all three gradients are asked for only what is. The
+    gradient of sinks, which needs none of the scores, is always its.
     """
     from ..triton import gradients
     from ..triton.launch import decided_by, inputs
     from ..triton.repeat import repeated
 
-    if needs != {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
+    if not own_backward(r) or not needs >= {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
         return gradients.backward(r, saved, needs)
+    sinks = gradients.backward(r, saved, frozenset({"sinks"})).sinks if "sinks" in needs else None
     about = decided_by(r)
     saved = saved._replace(lse=saved.lse.contiguous())
     with torch.cuda.device(r.device):
         given = (*inputs(r), *saved)
-        return Grads(*repeated(about and ("hopper backward", *about), given, r.device, partial(_backward, r, saved)))
+        dq, dk, dv = repeated(about and ("hopper backward", *about), given, r.device, partial(_backward, r, saved))
+    return Grads(dq, dk, dv, sinks=sinks)
+
+
+def own_backward(r: Request) -> bool:
+    """Whether there is a backward kernel here for what the forward takes. Sinks are in its lse."""
+    return r.dim == r.dim_v and r.dim in config.BACKWARD_DIMS and r.softcap is None
 
 
 def _backward(r: Request, saved: Saved, work: Work) -> tuple[Tensor, ...]:

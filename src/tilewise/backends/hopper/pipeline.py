@@ -7,7 +7,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from . import config
 from .gluon import tma_load
+
+padded = gluon.constexpr_function(config.padded)
+stored = gluon.constexpr_function(config.stored)
 
 
 @gluon.jit
@@ -77,6 +81,12 @@ def tiles(desc, N: gl.constexpr, M: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def matrix(data, n):
+    """Number n of ``tiles``, (M, D)."""
+    return data.index(n).reshape([data.shape[3], data.shape[4]])
+
+
+@gluon.jit
 def ring(data, N: gl.constexpr, READERS: gl.constexpr):
     return Ring(data, barriers(N, 1), barriers(N, READERS))
 
@@ -107,6 +117,13 @@ def named_barrier(op: gl.constexpr, number, THREADS: gl.constexpr):
     at = gl.to_tensor(number)
     asm: gl.constexpr = _named_asm(op, THREADS)
     gl.inline_asm_elementwise(asm, "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hidden_zero():
+    """A zero that the compiler does not see: what is indexed by it is not hoisted out of the loop, to be spilled."""
+    zero = gl.to_tensor(0)
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
