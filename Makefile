@@ -8,6 +8,7 @@ VENV ?= .venv
 BIN := $(if $(VENV),$(VENV)/bin/,)
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 READY := $(if $(VENV),$(VENV)/ready,)
+NEXT_TRITON := $(or $(VENV),build)/triton-3.9
 WORKERS ?= 2
 export HF_HUB_OFFLINE = 1
 
@@ -24,9 +25,14 @@ lint: $(READY)
 	$(BIN)mypy
 
 # Processes with a thread each: OpenMP threads that wait for each other on busy cores crawl.
-unit: $(READY) browser
+unit: $(READY) $(NEXT_TRITON) browser
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) tests/test_triton.py
+	PYTHONPATH=$(NEXT_TRITON) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/test_hopper_aot.py
+
+# Gluon changes with every version of Triton: its kernels compile with the newest that they know as well.
+$(NEXT_TRITON): | $(READY)
+	$(PY) -m pip install -q --no-deps --target $@ triton==3.9.0
 
 # A test clicks through a page in Chromium. Where there is none, Debian's is installed if that takes no password.
 browser:

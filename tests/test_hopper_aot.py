@@ -1,6 +1,7 @@
 """Every specialisation of the hopper kernels, compiled for sm_90 with no GPU, and their machine code read.
 
-Compiled in processes of their own: what ptxas says goes to the standard output of the process.
+Compiled in processes of their own: what ptxas says goes to the standard output of the process. With a Triton that they
+were not measured with some are compiled, and what makes them quick is not asked for.
 """
 
 import itertools
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the kernel is for Triton 3.6", allow_module_level=True)
+MEASURED = triton.__version__.startswith("3.6.")
+if triton.__version__.split(".")[:2] not in (["3", "6"], ["3", "7"], ["3", "8"], ["3", "9"]):
+    pytest.skip("Gluon is known from Triton 3.6 to 3.9", allow_module_level=True)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
@@ -39,6 +41,11 @@ FORWARDS += [(96, 96, "causal"), (192, 192, "full"), (192, 128, "causal"), (64, 
 EXTRAS = {"softcap": ("softcap",), "sinks": ("sinks", "right"), "both": ("softcap", "sinks", "left", "right")}
 EXTRAS |= {"all and both": ("softcap", "sinks", "left", "right", "lengths")}
 FORWARDS += [(d, d, m) for d, m in itertools.product((64, 128, 256), EXTRAS)]
+if not MEASURED:
+    CASES, FORWARDS = (
+        [x for x in CASES if x[1] in ("full", "all")],
+        [x for x in FORWARDS if x[2] in ("full", "all and both")],
+    )
 
 
 def descriptor(dtype: str, *block: int) -> str:
@@ -167,6 +174,8 @@ def test_compiles_to_what_is_fast(dim, dim_v, asked):
     scores = config.choose(dim, dim_v, True, True).block_n // 2
     capped = "softcap" in EXTRAS.get(asked, ())
     for found in report("forward", dim, dim_v, asked):
+        if not MEASURED:
+            continue
         assert max(loads for loads, _ in found["spills"]) <= 3 * wide
         assert max(stores for _, stores in found["spills"]) <= wide
         expected = (1 + capped) * scores + 2
@@ -178,11 +187,14 @@ def test_backward_compiles_to_what_is_fast(dim, asked):
     """The same. Of 240 registers none is left over: a few addresses that do not change are read back in the loops."""
     for found in report("backward", dim, dim, asked):
         assert found["UTMAREDG"] > 0
+        if not MEASURED:
+            continue
         assert max(loads for loads, _ in found["spills"]) <= 8
         assert max(stores for _, stores in found["spills"]) <= 2
         assert found["exponentials"] == [config.choose_backward(dim).block_m // 2] * 2
 
 
+@pytest.mark.skipif(not MEASURED, reason="they are plain Triton")
 @pytest.mark.parametrize("dim", config.BACKWARD_DIMS)
 def test_the_kernels_around_the_backward(dim, monkeypatch):
     """Before and after it: they read and write, and do it again where there is a mask and something is not finite."""
