@@ -145,6 +145,7 @@ def _width(x: Any) -> int:
     return 2 + len(x.shape) + len(x.strides) if isinstance(x, Tiled) else 1
 
 
+_NEW = Script([], [], [], [])  # of a call that was not seen yet
 _scripts: dict[tuple, Script | None] = {}
 
 
@@ -161,12 +162,12 @@ def repeated(about: tuple | None, inputs: Tensors, device: torch.device, make: C
     lies = [(x.shape, x.stride(), x.dtype, address % 16 == 0) for x, address in zip(given, addresses, strict=True)]
     same = () if len(set(addresses)) == len(addresses) else tuple([addresses.index(x) for x in addresses])
     key = about, device, tuple([x is None for x in inputs]), tuple(lies), same
-    if key not in _scripts:
+    script = _scripts.get(key, _NEW)
+    if script is _NEW:
         work = Work()
         results = make(work)
         if len(_scripts) >= _MOST:
             _scripts.clear()
         _scripts[key] = work.script(addresses, results)
         return results
-    script = _scripts[key]
     return make(Work()) if script is None else script.run(addresses, device)
