@@ -24,12 +24,21 @@ SM80, SM90, AMD, INTERPRETER = "sm_80", "sm_90", "gfx942", "interpreter"
 
 @dataclass(frozen=True)
 class Config:
-    """How one kernel is cut up."""
+    """How one kernel is cut up.
+
+    registers: of a thread, at most (NVIDIA). Else the careful path has all that it can use, and fewer programs share
+    an SM than its loops that matter would let.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
+
+    def options(self) -> dict[str, int | None]:
+        """As Triton takes them."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.registers}
 
 
 def bucket(d: int) -> int:

@@ -38,15 +38,19 @@ _known: dict[tuple, Compiled] = {}
 
 
 def launch(
-    kernel: Any, grid: int, args: tuple, masks: tuple = (), *, num_warps: int = 4, num_stages: int = 3, **constants: Any
-) -> Compiled | None:
-    """``kernel[(grid,)](*args, *masks, **constants)`` on the current device and stream.
+    kernel: Any, grid: int, args: tuple, masks: tuple = (), *, num_warps: int = 4, num_stages: int = 3,
+    maxnreg: int | None = None, **constants: Any,
+) -> Compiled | None:  # fmt: skip
+    """``kernel[(grid,)](*args, *masks, **constants, **options)`` on the current device and stream.
 
     args: tensors, numbers, None, and tuples of numbers. masks: tuples of tensors and numbers, the parameters after
     them. constants: the tl.constexpr parameters, which come last. Returns how to call it again, where that is known.
     """
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    if maxnreg is not None:  # not every backend knows it
+        options["maxnreg"] = maxnreg
     if not (isinstance(kernel, triton.JITFunction) and remembers(args[0].device)):
-        kernel[(grid,)](*args, *masks, **constants, num_warps=num_warps, num_stages=num_stages)
+        kernel[(grid,)](*args, *masks, **constants, **options)
         return None
     device = torch.cuda.current_device()
     values, seen = _seen(args)
@@ -55,12 +59,12 @@ def launch(
         values.append(tuple(of_mask))
         seen.append(tuple(seen_of_mask))
     last = tuple([constants[name] for name in kernel.arg_names[len(values) :]])
-    key = kernel, device, num_warps, num_stages, tuple(seen), last
+    key = kernel, device, tuple(options.items()), tuple(seen), last
     found = _known.get(key)
     if found is not None:
         found.call(*found.arguments(grid, stream(device), values))
         return found
-    compiled = kernel[(grid,)](*args, *masks, **constants, num_warps=num_warps, num_stages=num_stages)
+    compiled = kernel[(grid,)](*args, *masks, **constants, **options)
     run = compiled.run
     if run.global_scratch_size or run.profile_scratch_size:
         return None
