@@ -122,11 +122,11 @@ _SM90: dict[str, tuple[Row, ...]] = {
         # queries take 16 and 10 % less than 128 if they have 256 and 1024 tokens. A bias: 13 and 18 % less than the
         # best of before, 128 x 64 at D = 64 and 64 x 32 at D = 128.
         row(
-            64, Config(128, 64, 8, 3), Config(128, 64, 4, 3), Config(128, 64, 8, 3),
-            lists=Config(64, 64, 4, 3), light=Config(64, 64, 4, 3), bias=Config(64, 64, 4, 3),
+            64, Config(128, 64, 8, 3), Config(128, 64, 8, 3, 128), Config(128, 64, 8, 3),
+            lists=Config(64, 64, 4, 2, 168), light=Config(64, 64, 4, 3), bias=Config(128, 64, 8, 3, 128),
         ),
         row(
-            128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2),
+            128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2), lists=Config(64, 32, 4, 3, 168),
             light=Config(64, 64, 4, 3), dropout=Config(128, 64, 8, 3), bias=Config(128, 64, 8, 3),
         ),
         row(256, Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 8, 2), light=Config(64, 64, 8, 2)),
@@ -142,12 +142,12 @@ _SM90: dict[str, tuple[Row, ...]] = {
     # D = 64, both measured while the bias was still loaded ahead, for which they had to spill.
     DKDV: (
         row(
-            64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(16, 64, 8, 2),
-            lists=Config(32, 64, 4, 3), light=Config(32, 64, 4, 3), bias=Config(64, 64, 4, 3),
+            64, Config(32, 128, 4, 3), Config(32, 64, 4, 3, 168), Config(16, 64, 8, 2),
+            lists=Config(32, 64, 4, 2, 168), light=Config(32, 64, 4, 3), bias=Config(32, 64, 4, 3),
         ),
         row(
             128, Config(64, 128, 8, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 1), light=Config(32, 64, 4, 3),
-            light_lists=Config(32, 128, 8, 2), dropout=Config(16, 128, 8, 3), bias=Config(32, 128, 8, 2),
+            light_lists=Config(32, 128, 8, 2), dropout=Config(16, 128, 8, 3), bias=Config(32, 128, 8, 3),
         ),
         row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 1)),  # 64 keys would spill: mma.sync
         row(512, Config(16, 16, 8, 2), Config(16, 16, 8, 1)),  # without a mask, at one stage, ptxas spills
@@ -156,8 +156,8 @@ _SM90: dict[str, tuple[Row, ...]] = {
     # less than 128 x 32.
     DQ: (
         row(
-            64, Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2),
-            light=Config(64, 64, 4, 3), bias=Config(64, 64, 4, 3),
+            64, Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 8, 2),
+            lists=Config(64, 64, 4, 2, 168), light=Config(64, 64, 4, 3), bias=Config(64, 64, 4, 3),
         ),
         row(
             128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2), lists=Config(64, 64, 4, 2),
