@@ -33,6 +33,7 @@ from .primitives import (
     like,
     listed,
     load_bias,
+    load_bias_pairs,
     load_row,
     load_tile,
     odd_sum,
@@ -44,6 +45,7 @@ from .primitives import (
     store_tile,
     survives,
     unflatten,
+    unpaired,
     visited,
     visited16,
     visits,
@@ -63,14 +65,11 @@ def load_stat(x, at, i0, len_q, N: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def row_stats(
-    lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr, EMPTY: tl.constexpr
-):  # fmt: skip
-    """lse in the unit of the scores (0 for a row without keys, if EMPTY says that there may be some), lse_low in units
-    of log2 and delta of rows i0 .. i0 + BLOCK_M."""
+def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr):
+    """lse in the unit of the scores (0 for a row without keys), lse_low in units of log2 and delta of rows i0 .. i0 +
+    BLOCK_M."""
     x = load_stat(lse, at, i0, len_q, BLOCK_M, TAIL)
-    if EMPTY:
-        x = tl.where(x == -INF, 0.0, x)
+    x = tl.where(x == -INF, 0.0, x)
     if UNIT != NATURAL:
         x = x * LOG2E
     d = load_stat(delta, at, i0, len_q, BLOCK_M, TAIL)
@@ -157,21 +156,13 @@ def delta_kernel(
 
 
 @triton.jit
-def load_bias_tile(bias, i0, j0, strides, needed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr):
-    """The bias (N, M) of a tile that lies within the matrix. needed: None, or whether it is read at all."""
-    i = i0 + tl.arange(0, BLOCK_M)[None, :]
-    j = j0 + tl.arange(0, BLOCK_N)[:, None]
-    return tl.load(pair_ptrs(bias, i, j, i0, j0, strides, WIDE), mask=needed)
-
-
-@triton.jit
 def add_rows(
     dk, dv, odd, k, v, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0, t0, t1, lists, where, n_full, full,
     first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, survivor_weight, m,
     KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
-    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """What the queries of tiles t0 .. t1 add to dK and dV; odd becomes 1 if some that are kept are not finite.
 
@@ -183,30 +174,27 @@ def add_rows(
     EDGE: tl.constexpr = MASKED and bias is not None
     n: tl.constexpr = TILE // BLOCK_M
     ahead = listed(t0, t1, lists, where)
-    if bias is not None and not MASKED:
-        after = visited(t0, lists, ahead, n_full, full, first, True, False) * TILE
-        coming = load_bias_tile(bias, after, j0, bias_strides, t0 < t1, BLOCK_M, BLOCK_N, WIDE)
     for t in tl.range(t0 * n, t1 * n, num_stages=1 if CAREFUL or EDGE else None, disable_licm=EDGE):
         i0 = visited(t // n, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * TILE + t % n * BLOCK_M
         ahead = listed((t + 1) // n, t1, lists, where)
         i = i0 + tl.arange(0, BLOCK_M)[None, :]
         add = bias
         if bias is not None and not MASKED:
-            add = coming
+            if PAIRED:
+                add = load_bias_pairs(bias, i0, j0, bias_strides, BLOCK_M, BLOCK_N)
+            else:
+                add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, False, WIDE)
         q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
-        # Before the products, or beside a bias after them: elsewhere it costs registers. A query of a full tile has
-        # keys. Should all their scores be -inf, P is not a number, and beside a mask that is mended.
+        # Before the products, or beside a bias after them: elsewhere it costs registers.
         if bias is None:
-            row_lse, row_low, row_delta = row_stats(
-                lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED, MASKED or KEEP is None
-            )
+            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
         s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
         do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
         dp = s
         if NEED_DK:
             dp = dot(v, tl.trans(do), None, UPCAST, PRECISION)  # (N, M)
         if bias is not None:
-            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED, True)
+            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
         alive = None
         if rng is not None:
             alive = tl.trans(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N))
@@ -214,14 +202,12 @@ def add_rows(
         keep = kept(b, h, i, j, inside, len_q, len_k, m, KEEP) if MASKED else None
         if bias is not None and MASKED:
             add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, True, WIDE)
+        if bias is not None and not MASKED and PAIRED:
+            add = unpaired(add, bias.dtype.element_ty, BLOCK_M, BLOCK_N)
         p, _, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k,
             qk_scale, cap, add, slope, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
         )  # fmt: skip
-        if bias is not None and not MASKED:
-            # What the next turn adds is loaded behind what this one has added: there are registers for one.
-            after = visited(tl.minimum(t + 1, t1 - 1), lists, ahead, n_full, full, first, True, False) * TILE
-            coming = load_bias_tile(bias, after, j0, bias_strides, None, BLOCK_M, BLOCK_N, WIDE)
         if CAREFUL:
             do, found = cleaned(do, keep)
             q, found_q = cleaned(q, keep)
@@ -242,7 +228,7 @@ def odd_queries(
 ):  # fmt: skip
     """(D,) and (Dv,): what queries and dO that are not finite among i0 .. i0 + BLOCK_M add to dK and dV of key j."""
     i = i0 + tl.arange(0, BLOCK_M)[None, :]
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True, True)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
     q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
     do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     s = tl.sum(q.to(tl.float32) * load_row(k_base, j, len_k, ks, D, BLOCK_D), 1)[None, :]  # (1, M)
@@ -305,7 +291,8 @@ def dkdv_tile(
     len_k, heads, group, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
     survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
-    SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """dK (N, D) and dV (N, Dv) of one tile of keys: the sum over the query heads that share it and their query tiles.
 
@@ -340,14 +327,14 @@ def dkdv_tile(
                 0, n_full, lists, where, n_full, full, first, len_q, len_k,
                 qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK,
-                NEED_DV,
+                NEED_DV, PAIRED,
             )  # fmt: skip
         acc_k, acc_v, odd = add_rows(
             acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
             0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k,
             qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
             edge(BLOCK_M, bias, 16), BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
-            CAREFUL, NEED_DK, NEED_DV,
+            CAREFUL, NEED_DK, NEED_DV, PAIRED,
         )  # fmt: skip
     found = 0
     if not CAREFUL and (KEEP is not None or bias is not None):
@@ -383,6 +370,7 @@ def dkdv_kernel(
     survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """One program a (key tile, key/value head, batch entry)."""
     vs, dos = like(vs, ks), like(dos, qs)
@@ -395,7 +383,7 @@ def dkdv_kernel(
         tile, kv_head, b, q, k, v, do, lse, low, delta, dk, dv, qs, ks, vs, dos, dks, dvs, stats, first_q, first_k,
         len_q, len_k, heads, group, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
         survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT,
-        SOFTCAP, WIDE, UPCAST, PRECISION, False,
+        SOFTCAP, WIDE, UPCAST, PRECISION, PAIRED, False,
     )  # fmt: skip
     if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
         if found > 0:
@@ -406,7 +394,7 @@ def dkdv_kernel(
                 apart(ks, zero), apart(vs, zero), apart(dos, zero), apart(dks, zero), apart(dvs, zero), stats,
                 first_q, first_k, len_q, len_k, heads, group, scale, qk_scale, cap, bias, bias_strides, alibi,
                 alibi_strides, rng, threshold, survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+                BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, PAIRED, True,
             )  # fmt: skip
 
 
@@ -416,8 +404,8 @@ def dkdv_kernel(
 @triton.jit
 def add_cols(
     dq, dalibi, odd, q, do, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0, t0, t1, lists, where,
-    n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, before, slope, rng,
-    threshold, survivor_weight, m, has_low: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, slope, rng, threshold,
+    survivor_weight, m, has_low: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr,
@@ -432,9 +420,6 @@ def add_cols(
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
         v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
-        inside = (i < len_q) & (j < len_k) if MASKED else None
-        if before is not None:  # and used behind the products
-            sums = tl.load(pair_ptrs(before, i, j, i0, j0, dbias_strides, WIDE), mask=inside)
         s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
         dp = dot(do, tl.trans(v), None, UPCAST, PRECISION)  # (M, N)
         add = bias
@@ -451,8 +436,7 @@ def add_cols(
         )  # fmt: skip
         if dbias is not None:
             at = pair_ptrs(dbias, i, j, i0, j0, dbias_strides, WIDE)
-            if before is not None:
-                ds_bias += sums
+            inside = (i < len_q) & (j < len_k) if MASKED else None
             tl.store(at, ds_bias.to(dbias.dtype.element_ty), mask=inside)
         if NEED_DALIBI:
             dalibi -= tl.sum(ds_bias * distance(i, j, i0, j0, len_q, len_k), 1)
@@ -495,7 +479,7 @@ def odd_keys(
 @triton.jit
 def dq_tile(
     tile, h, b, q, k, v, do, lse, low, delta, dq, qs, ks, vs, dos, dqs, stats, first_q, first_k, len_q, len_k, tiles,
-    heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, held, before, held_before, alibi, alibi_strides, dalibi, rng,
+    heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi, rng,
     threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -509,9 +493,7 @@ def dq_tile(
     if bias is not None:
         bias += offset64(b, bias_strides[0]) + offset64(h, bias_strides[1])
     if dbias is not None:
-        dbias += offset64(b, dbias_strides[0]) + offset64(h % held, dbias_strides[1])
-    if before is not None:
-        before += offset64(h % held_before, dbias_strides[1])
+        dbias += offset64(b, dbias_strides[0]) + offset64(h, dbias_strides[1])
     if alibi is not None:
         slope = head_slope(alibi, alibi_strides, b, h, qk_scale, UNIT)
     where, n_full, n_all, full, first = visits(
@@ -521,7 +503,7 @@ def dq_tile(
     q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
     do_tile = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True, True)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     da = tl.zeros([BLOCK_M], tl.float32)
     odd = 0
@@ -529,15 +511,15 @@ def dq_tile(
         acc, da, odd = add_cols(
             acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
             0, n_full, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, dbias,
-            dbias_strides, before, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV, BLOCK_N,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, dq is not None,
+            dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV, BLOCK_N, BLOCK_M,
+            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, dq is not None,
             dalibi is not None,
         )  # fmt: skip
     acc, da, odd = add_cols(
         acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
         0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias,
-        bias_strides, dbias, dbias_strides, before, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D,
-        DV, BLOCK_N, BLOCK_M, edge(BLOCK_N, bias, 32), BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+        bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV,
+        BLOCK_N, BLOCK_M, edge(BLOCK_N, bias, 32), BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
         CAREFUL, dq is not None, dalibi is not None,
     )  # fmt: skip
     inside = i0 + tl.arange(0, BLOCK_M) < len_q
@@ -567,12 +549,10 @@ def dq_tile(
     return found
 
 
-@triton.jit(
-    do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "entry", "head", "held", "held_before", "threshold"]
-)
+@triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
 def dq_kernel(
     q, k, v, do, lse, low, delta, dq, qs, ks, vs, dos, dqs, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group, pairs,
-    section, entry, head, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, held, before, held_before, alibi, alibi_strides, dalibi, rng,
+    section, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi, rng,
     threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr,
@@ -581,14 +561,13 @@ def dq_kernel(
     """One program a (query tile, query head, batch entry)."""
     vs, dos = like(vs, ks), like(dos, qs)
     tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE, BY_HEAD)
-    h, b = head + h, entry + b
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
     if tile * BLOCK_M >= len_q:
         return
     found = dq_tile(
         tile, h, b, q, k, v, do, lse, low, delta, dq, qs, ks, vs, dos, dqs, stats, first_q, first_k, len_q, len_k,
-        tiles, heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, held, before, held_before, alibi, alibi_strides,
+        tiles, heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides,
         dalibi, rng, threshold, survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D,
         BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
     )  # fmt: skip
@@ -599,7 +578,7 @@ def dq_kernel(
             dq_tile(
                 tile + zero, h + zero, b + zero, q, k, v, do, lse, low, delta, dq, apart(qs, zero), apart(ks, zero),
                 apart(vs, zero), apart(dos, zero), apart(dqs, zero), stats, first_q, first_k, len_q, len_k, tiles,
-                heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, held, before, held_before, alibi, alibi_strides,
+                heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides,
                 dalibi, rng, threshold, survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N,
                 BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
             )  # fmt: skip
@@ -624,7 +603,7 @@ def bias_grad(
     v_tile = load_tile(head_base(v, vs, b, kv_head, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
     dp = dot(do_tile, tl.trans(v_tile), None, UPCAST, PRECISION)
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED, True)
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
     alive = None
     if rng is not None:
         alive = survives(rng, threshold, b * heads + h, i0, j0, BLOCK_M, BLOCK_N)

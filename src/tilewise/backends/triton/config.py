@@ -143,7 +143,7 @@ _SM90: dict[str, tuple[Row, ...]] = {
     DKDV: (
         row(
             64, Config(32, 128, 4, 3), Config(32, 64, 4, 3, 168), Config(16, 64, 8, 2),
-            lists=Config(32, 64, 4, 2, 168), light=Config(32, 64, 4, 3), bias=Config(32, 64, 4, 3),
+            lists=Config(32, 64, 4, 2, 168), light=Config(32, 64, 4, 3), bias=Config(64, 64, 4, 3),
         ),
         row(
             128, Config(64, 128, 8, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 1), light=Config(32, 64, 4, 3),

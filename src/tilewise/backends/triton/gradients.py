@@ -16,9 +16,6 @@ from .launch import Problem, decided_by, inputs, on_device
 from .repeat import Work, repeated
 
 
-_PROGRAMS = 132
-
-
 class Buffers(NamedTuple):
     """What the kernels write."""
 
@@ -71,11 +68,9 @@ class _Backward:
             self._delta()
             if needs & {"k", "v"} and r.len_k:
                 self._dkdv()
-            if self._bias_by_entries():
-                self._dq_by_entries()
-            elif needs & {"q", "alibi"} or self.dbias is not None:
+            if needs & {"q", "alibi"} or self.dbias is not None:
                 self._dq()
-        if "bias" in needs and r.bias is not None and self._bias_is_shared() and self.dbias is None:
+        if "bias" in needs and r.bias is not None and self._bias_is_shared():
             self.dbias = self._shared_bias(r.bias)
         return Buffers(self.dq, self.dk, self.dv, self.dbias, self.dalibi, self.dsinks)
 
@@ -83,28 +78,6 @@ class _Backward:
         r = self.r
         assert r.bias is not None
         return tuple(r.bias.shape) != (r.batch, r.heads, r.len_q, r.len_k)
-
-    def _bias_by_entries(self) -> bool:
-        r = self.r
-        if r.bias is None or not {"bias", "q"} <= self.needs or r.mask is not None or r.ragged is not None:
-            return False
-        return r.dropout_p == 0 and r.batch > 1 and r.bias.shape == (1, r.heads, r.len_q, r.len_k)
-
-    def _dq_by_entries(self) -> None:
-        """dQ of one batch entry after the other, each of which adds to the gradient of the bias that they share."""
-        r, bias = self.r, self.r.bias
-        assert bias is not None
-        tiles = -(-r.len_q // self.p.config(DQ).block_m)
-        some = min(max(_PROGRAMS // tiles, 1), r.heads)  # heads that fill the GPU
-        sums = [self.work.made(torch.empty((1, some, r.len_q, r.len_k), dtype=torch.float32, device=r.device)) for _ in range(min(r.batch - 1, 2))]
-        self.dbias = self.work.made(torch.empty_like(bias))
-        for head in range(0, r.heads, some):
-            before = None
-            for b in range(r.batch):
-                last = b == r.batch - 1
-                to, held = (self.dbias, r.heads) if last else (sums[b % 2], some)
-                self._launch_dq(min(some, r.heads - head), b, head, to, held, before)
-                before = to
 
     # --- launches
 
@@ -163,33 +136,26 @@ class _Backward:
         )  # fmt: skip
         self.work.launch(
             dkdv_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_q, BLOCK_M=cfg.block_m,
-            BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), **cfg.options(),
+            BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, PAIRED=p.paired(), **self._constants(), **cfg.options(),
         )  # fmt: skip
 
     def _dq(self) -> None:
         r, p = self.r, self.p
-        dbias = self.dbias
-        self._launch_dq(r.batch * r.heads, 0, 0, dbias, r.heads, None)
-
-    def _launch_dq(self, pairs: int, entry: int, head: int, dbias: Tensor | None, held: int, before: Tensor | None) -> None:
-        r, p = self.r, self.p
         cfg = p.config(DQ)
-        tiles = -(-r.len_q // cfg.block_m)
+        tiles, pairs = -(-r.len_q // cfg.block_m), r.batch * r.heads
         lists, list_strides = p.lists(self.work, cfg)
         none = (0, 0, 0, 0)
         self.dalibi = self._partial(tiles) if "alibi" in self.needs else None
-        dq = self.dq
-        strides = none if dbias is None else (0 if dbias.shape[0] == 1 else dbias.stride(0), *dbias.stride()[1:])
+        dq, dbias = self.dq, self.dbias
         args = (
             *self._inputs(), dq, *self._input_strides(), none if dq is None else p.strides(dq), self.stats, p.cu_q,
-            p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs, min(p.section(), pairs), entry, head, r.scale,
-            p.qk_scale, p.cap, *p.bias_args(), dbias, strides, held, before,
-            r.heads if before is None else before.shape[1], *p.alibi_args(), self.dalibi, *p.dropout_args(), lists,
-            list_strides,
+            p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs, min(p.section(), pairs), r.scale, p.qk_scale,
+            p.cap, *p.bias_args(), dbias, none if dbias is None else dbias.stride(), *p.alibi_args(), self.dalibi,
+            *p.dropout_args(), lists, list_strides,
         )  # fmt: skip
         self.work.launch(
             dq_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_k, REVERSE=p.mask.longest_first,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head and pairs == r.batch * r.heads, **self._constants(), **cfg.options(),
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), **cfg.options(),
         )  # fmt: skip
 
     def _shared_bias(self, bias: Tensor) -> Tensor:

@@ -98,6 +98,13 @@ class Problem:
         x = self.r.bias
         return (None, (0, 0, 0, 0)) if x is None else (x, broadcast_strides(x))
 
+    def paired(self) -> bool:
+        """Whether the bias can be read as pairs of numbers of 16 bits along the keys."""
+        x, (*others, row, column) = self.bias_args()
+        if x is None or x.element_size() != 2 or column != 1 or row >= 2**22:
+            return False
+        return x.data_ptr() % 16 == 0 and all(n % 2 == 0 for n in (*others, row))
+
     def alibi_args(self) -> tuple[Any, tuple[int, ...]]:
         x = self.r.alibi
         return (None, (0, 0)) if x is None else (x, broadcast_strides(x))
