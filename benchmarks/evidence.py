@@ -47,14 +47,12 @@ def speeds() -> str:
     tables = []
     for r in records():
         if rows := r.get("speed_tflops"):
-            names = _contestants(rows)
-            lines = [_row(row, [_pair(row.get(n), lambda x: f"{x:.0f}") for n in names]) for row in rows]
-            tables.append("\n".join([*_header(f"{r['gpu']}, bf16", names), *lines]))
+            tables.append(_whole(f"{r['gpu']}, bf16", rows))
     return "\n\n".join(tables)
 
 
 def ratios() -> str:
-    """How many times as long the peers take, forward / backward, as Markdown tables. Empty without such records."""
+    """How many times as long the peers take, forward / backward, as Markdown tables. Empty without them."""
     tables = []
     for r in records():
         ours, rows = r["backend"], r.get("speed_ratios", [])
@@ -65,8 +63,17 @@ def ratios() -> str:
     return "\n\n".join(tables)
 
 
+def hosts() -> str:
+    """Microseconds that a call takes on the host, forward / backward, as Markdown tables. Empty without records."""
+    tables = []
+    for r in records():
+        if rows := r.get("host_us"):
+            tables.append(_whole(f"{r['backend']}, host of the {r['gpu']}: microseconds", rows))
+    return "\n\n".join(tables)
+
+
 def suite() -> str:
-    """The checks of the GPU suite as Markdown tables. Empty without such records."""
+    """The checks of the GPU suite as Markdown tables. Empty without them."""
     tables = []
     for r in records():
         if checks := r.get("suite"):
@@ -103,6 +110,13 @@ def _contestants(rows: list[Record]) -> list[str]:
     return list(dict.fromkeys(n for row in rows for n in row if n not in ("dim", "length", "mask")))
 
 
+def _whole(title: str, rows: list[Record]) -> str:
+    """Whole numbers of all contestants."""
+    names = _contestants(rows)
+    lines = [_row(row, [_pair(row.get(n), lambda x: f"{x:.0f}") for n in names]) for row in rows]
+    return "\n".join([*_header(title, names), *lines])
+
+
 def _header(title: str, names: list[str]) -> list[str]:
     return [f"| {title} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
 
@@ -123,4 +137,4 @@ def _ratio(x: Record | None, ours: Record) -> str:
 
 
 if __name__ == "__main__":
-    print(*filter(None, (table(), suite(), failures(), speeds(), ratios())), sep="\n\n")
+    print(*filter(None, (table(), suite(), failures(), speeds(), ratios(), hosts())), sep="\n\n")

@@ -69,6 +69,10 @@ def compiled(cell: gpu_speed.Cell, number: int, backend: str, sizes: dict[str, i
     gpu_speed.measure(cell, backend, device_of(0), once, **sizes)
 
 
+def called(cell: gpu_speed.Cell, number: int, backend: str) -> dict[str, Any]:
+    return gpu_speed.measure(cell, backend, device_of(number), gpu_speed.microseconds, **gpu_speed.SMALL)
+
+
 def once(call: Any) -> float:
     call()
     return 0.0
@@ -108,6 +112,15 @@ class Run:
             record[cell.flex].append(row | (found if cell.flex else gpu_speed.tflops(cell, found)))
             self.done(f"timed {' '.join(map(str, cell[:3]))}")
         self.record["speed_cells"] = [sum(map(len, record)), len(cells)]
+
+    def host(self, cells: list[gpu_speed.Cell]) -> None:
+        """What a call costs on the host, one cell after the other."""
+        backend, rows = self.record["backend"], []
+        self.record["host_us"] = rows
+        for d in crew(partial(called, backend=backend), cells, 1, self.start + self.budget, 60):
+            cell, found = d.job, d.result or {backend: {"error": d.error}}
+            rows.append({"dim": cell.dim, "length": cell.length, "mask": cell.case} | found)
+            self.done(f"called {' '.join(map(str, cell[:3]))}")
 
     def prove(self, checks: list[gpu_suite.Job], jobs: list[tuple[str, str]]) -> None:
         """The suite, then the judge; what did not run is in the record too."""
@@ -152,7 +165,8 @@ class Run:
 
     def failures(self) -> list[str]:
         r = self.record
-        rows = [x for x in (*r.get("speed_tflops", []), *r.get("speed_ratios", [])) if "error" in x[r["backend"]]]
+        every = (x for section in ("speed_tflops", "speed_ratios", "host_us") for x in r.get(section, []))
+        rows = [x for x in every if "error" in x[r["backend"]]]
         speed = [f"{x['mask']} D={x['dim']} L={x['length']}: {x[r['backend']]['error']}" for x in rows]
         suite = [f"{c['name']}, {c['case']}: {c['note']}" for c in r.get("suite", []) if c["ok"] is False]
         return speed + suite + [" ".join(map(str, x)) for x in r.get("correctness", {}).get("failed", [])]
@@ -195,6 +209,7 @@ def main() -> int:
     path = a.results / gpu.lower().replace(" ", "-") / f"{a.backend}.json"
     run = Run(record, path, a.workers, a.budget)
     run.speed(gpu_speed.cells(a.backend))
+    run.host(gpu_speed.small_cells(a.backend))
     run.prove(gpu_suite.jobs(a.backend), judge_jobs(tuple(a.dtypes.split(","))))
     c, checks = run.record["correctness"], run.record["suite"]
     print(f"judge: {c['problems']} of {c['of']} problems, {c['checks']} checks, {len(c['refused'])} refused")

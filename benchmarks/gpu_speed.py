@@ -1,13 +1,16 @@
 """Speed on a GPU beside PyTorch's kernels: bf16, the backends in turns, in one process.
 
-Two tables: TFLOP/s beside FlashAttention and cuDNN, and milliseconds beside compiled FlexAttention with the same mask
-or the same change of the scores (and beside the memory-efficient kernel, which takes a bias and gives its gradient).
+Three tables: TFLOP/s beside FlashAttention and cuDNN, milliseconds beside compiled FlexAttention with the same mask or
+the same change of the scores (and beside the memory-efficient kernel, which takes a bias and gives its gradient), and
+what a call costs on the host.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +46,19 @@ def cells(backend: str) -> list[Cell]:
     flex = [Cell(c, d, 4096, True) for d in (128, 64) for c in CASES]
     long = [Cell(c, 128, 16384, True) for c in CASES if c != "bias"]  # an L x L bias for 16 heads is 8 GB there
     return [c for c in (*plain, *flex, *long) if c.case in ONLY.get(backend, (c.case,))]
+
+
+SMALL = {"tokens": 128, "width": 128}  # where a kernel takes less time than calling it
+
+
+def small_cells(backend: str) -> list[Cell]:
+    """What a call costs on the host: one sequence of two heads, beside PyTorch's kernels and FlexAttention."""
+    every = [
+        Cell("causal", 64, 128, False),
+        Cell("causal", 64, 128, True),
+        Cell(f"{DOCUMENTS} documents", 64, 128, True),
+    ]
+    return [c for c in every if c.case in ONLY.get(backend, (c.case,))]
 
 
 def peers(backend: str) -> tuple[str, ...]:
@@ -137,6 +153,24 @@ def milliseconds(call: Callable[[], Any]) -> float:
     from triton.testing import do_bench
 
     return do_bench(call, warmup=10, rep=50, return_mode="median")
+
+
+def microseconds(call: Callable[[], Any], times: int = 30) -> float:
+    """Of the host alone: the median of 9 times so many calls, which nobody waits for."""
+    taken = []
+    for _ in range(10):  # the first warms up
+        wait()
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        taken.append((time.perf_counter() - start) / times * 1e6)
+    wait()
+    return median(taken[1:])
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def measure(

@@ -19,7 +19,7 @@ def evidence():
 def test_the_readme_shows_the_records_and_their_age():
     e, readme = evidence(), (ROOT / "README.md").read_text()
     assert list(e.RESULTS.glob("*/*.json"))
-    for table in (e.table(), e.suite(), e.failures(), e.speeds(), e.ratios()):
+    for table in (e.table(), e.suite(), e.failures(), e.speeds(), e.ratios(), e.hosts()):
         assert table in readme, "run `python benchmarks/evidence.py` and put its tables into the README"
 
 
@@ -51,6 +51,7 @@ RECORD = {
         {"dim": 64, "length": 4096, "mask": "causal", "tiled": MS, "flex": {"forward": 3.0, "backward": 3.0}},
         {"dim": 64, "length": 4096, "mask": "bias", "tiled": MS, "torch_efficient": MS, "flex": {"error": "no"}},
     ],
+    "host_us": [{"dim": 64, "length": 128, "mask": "causal", "tiled": {"forward": 41.6, "backward": 7.0}}],
     "suite": [
         {"name": "CUDA graph", "case": "causal", "ok": True, "seconds": 1, "note": "3 replays"},
         {"name": "CUDA graph", "case": "dropout", "ok": False, "seconds": 1, "note": "the same | mask"},
@@ -69,7 +70,7 @@ def shown(tmp_path, monkeypatch):
         (tmp_path / "gpu").mkdir(exist_ok=True)
         (tmp_path / "gpu" / "tiled.json").write_text(json.dumps(record))
         monkeypatch.setattr(e, "RESULTS", tmp_path)
-        return {name: getattr(e, name)() for name in ("table", "suite", "speeds", "ratios")}
+        return {name: getattr(e, name)() for name in ("table", "suite", "speeds", "ratios", "hosts")}
 
     return show
 
@@ -78,6 +79,10 @@ def test_a_record_as_tables(shown):
     tables = shown(RECORD)
     assert "| tiled on Some GPU | 5 of 9 | 30 | 0 | **changed: stale** |" in tables["table"]
     assert "| D=64 L=4096 full | 2 / 6 | – |" in tables["speeds"]
+    assert tables["hosts"].splitlines()[::2] == [
+        "| tiled, host of the Some GPU: microseconds | tiled |",
+        "| D=64 L=128 causal | 42 / 7 |",
+    ]
     assert tables["ratios"].splitlines() == [
         "| Some GPU, bf16, **changed: stale**: time / time of tiled | flex | torch_efficient |",
         "|---|---|---|",
@@ -99,9 +104,9 @@ def test_a_record_of_kernels_that_did_not_change(shown):
 
 
 def test_records_from_before_the_suite_and_of_a_run_cut_off(shown):
-    old = {k: v for k, v in RECORD.items() if k not in ("suite", "speed_ratios")}
+    old = {k: v for k, v in RECORD.items() if k not in ("suite", "speed_ratios", "host_us")}
     tables = shown(old)
-    assert tables["suite"] == tables["ratios"] == ""
+    assert tables["suite"] == tables["ratios"] == tables["hosts"] == ""
     assert tables["speeds"]
     cut = {k: RECORD[k] for k in ("backend", "gpu", "digest")}
     assert "0 of 0" in shown(cut)["table"]

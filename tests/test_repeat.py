@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from gpu_calls import REPEATABLE, Repeatable, repeatable
 
 import tilewise
 from tilewise import dispatch, masks
+from tilewise.backends.hopper import launch
 from tilewise.backends.triton import config, repeat, start
 
 CPU = torch.device("cpu")
@@ -33,18 +35,14 @@ class Launches:
         def call(*arguments: Any) -> None:
             self.calls.append((kernel, *arguments))
 
-        compiled = start.Compiled(call, "function", ("how",), tuple(sorted(options.items(), key=str)))
-        values = [_address(x) for x in args] + [tuple(map(_address, m)) for m in masks]
-        call(*compiled.arguments(grid, STREAM, values))
+        maps = ("map",) * sum(isinstance(x, start.Tiled) for x in args)
+        compiled = start.Compiled(call, "function", ("how",), maps, tuple(sorted(options.items(), key=str)))
+        call(*compiled.arguments(grid, STREAM, args, masks))
         return compiled if self.known else None
 
     def taken(self) -> list[Call]:
         calls, self.calls = self.calls, []
         return calls
-
-
-def _address(x: Any) -> Any:
-    return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 
 @pytest.fixture
@@ -57,6 +55,22 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(config, "generation", lambda device: config.SM90)
     monkeypatch.setattr(type(dispatch.get("triton")), "limits", lambda self, r: [])
     return played
+
+
+@pytest.fixture
+def hopper(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launches on a CPU; a descriptor is told by its address and how the tensor lies."""
+
+    def encoded(address: int, shape: tuple, strides: tuple, made: str) -> tuple:
+        return (address, shape, strides, made), *shape, *strides, 1
+
+    monkeypatch.setattr(start, "encoded", encoded)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    counter = torch.zeros(2, dtype=torch.int32)
+    monkeypatch.setattr(launch, "_counter", lambda device: counter)
+    monkeypatch.setattr(type(dispatch.get("hopper")), "devices", None)
+    monkeypatch.setattr(type(dispatch.get("hopper")), "limits", lambda self, r: [])
 
 
 def named(calls: list[Call], given: tuple[Any, ...]) -> list[Call]:
@@ -72,9 +86,11 @@ def named(calls: list[Call], given: tuple[Any, ...]) -> list[Call]:
     return [name(c) for c in calls]
 
 
-def forward_and_backward(c: Repeatable, launches: Launches) -> tuple[list[Call], list[Call], list[torch.Tensor]]:
+def forward_and_backward(
+    c: Repeatable, launches: Launches, backend: str = "triton"
+) -> tuple[list[Call], list[Call], list[torch.Tensor]]:
     """The launches of each, and the results."""
-    out = c.call(*c.tensors, backend="triton")
+    out = c.call(*c.tensors, backend=backend)
     forward = named(launches.taken(), c.tensors)
     grads = torch.autograd.grad(out, c.tensors, c.dout)
     return forward, named(launches.taken(), (*c.tensors, c.dout, out)), [out, *grads]
@@ -92,6 +108,21 @@ def test_the_same_launches_with_other_tensors(launches: Launches, case: str, dty
             assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
     scripts = list(repeat._scripts.values())
     assert case == "predicate" or (len(scripts) == 2 and None not in scripts)  # forward and backward
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("case", ["causal", "padding"])
+def test_descriptors_are_made_of_other_tensors(launches: Launches, case: str) -> None:
+    first, second = (repeatable(case, CPU, 70) for _ in range(2))
+    *recorded, results = forward_and_backward(first, launches, "hopper")
+    for c in (first, second):
+        *again, others = forward_and_backward(c, launches, "hopper")
+        assert again == recorded
+        for x, y in zip(others, results, strict=True):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+    scripts = list(repeat._scripts.values())
+    assert len(scripts) == 2
+    assert [sum(len(x.maps) for x in s.launches) for s in scripts if s is not None] == [4, 8]
 
 
 def test_what_decides_is_told_apart(launches: Launches) -> None:

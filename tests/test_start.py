@@ -32,7 +32,8 @@ class Kernel:
                 global_scratch_size=self.scratch, profile_scratch_size=0, launch_cooperative_grid=False,
                 launch_pdl=False, launch=lambda *a: self.called.append((number, a)),
             )  # fmt: skip
-            return SimpleNamespace(run=launcher, function=100 + number, packed_metadata="metadata")
+            metadata = SimpleNamespace(tensordesc_meta=())
+            return SimpleNamespace(run=launcher, function=100 + number, packed_metadata="metadata", metadata=metadata)
 
         return run
 

@@ -162,6 +162,7 @@ def test_a_predicate_that_cannot_be_compiled_is_refused_with_its_reason(fn, why)
 def test_numbers_of_a_predicate_are_arguments():
     """Another value, window or length gives the same function: nothing is compiled again."""
     from tilewise.backends.triton.lower import lower
+    from tilewise.backends.triton.repeat import Work
 
     def made(n, w):
         mask = masks.predicate(lambda b, h, i, j: j % n != 1) & masks.window(w, 0)
@@ -173,6 +174,7 @@ def test_numbers_of_a_predicate_are_arguments():
 def test_what_is_written_once_is_that_of_the_structure():
     """Masks that differ in structure share no function, though their arguments look alike."""
     from tilewise.backends.triton.lower import lower
+    from tilewise.backends.triton.repeat import Work
 
     lengths, ids = torch.tensor([3, 4]), torch.zeros(37, dtype=torch.int64)
     band = masks.causal()
@@ -229,13 +231,14 @@ def test_lists_are_the_tile_map(name, column):
     """The numbers of the full and of the partial tiles, in order; those that reach past the end count as partial."""
     from tilewise.backends.triton.launch import tile_lists
     from tilewise.backends.triton.lower import lower
+    from tilewise.backends.triton.repeat import Work
     from tilewise.masks import Grid
     from tilewise.request import Request
     from tilewise.tilemap import tile_map
 
     mask, n, cfg = LISTED[name], 400, config.Config(32, 16, 4, 1)
     q = torch.zeros(2, 3, n, 8)
-    lists, strides = tile_lists(Request(q, q, q, 1.0, mask), *lower(mask), cfg, column)
+    lists, strides = tile_lists(Work(), Request(q, q, q, 1.0, mask), *lower(mask), cfg, column)
     table = tile_map(mask, Grid(2, 3, n, n, cfg.block_m, cfg.block_n, q.device)).table.clone()
     table[..., n // cfg.block_m, :].clamp_(max=1)
     assert all(s % 16 == 0 for s in strides)

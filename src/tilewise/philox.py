@@ -1,4 +1,4 @@
-"""Dropout's random numbers: Philox4x32-10, a function of position.
+"""Dropout's random numbers: Philox4x32-7, a function of position.
 
 Whether score (b, h, i, j) is dropped depends on (seed, offset, b, h, i, j) and nothing else: not on
 the tiling, the backend, the pass or how often it is recomputed. The counter of a group of four keys is
@@ -8,13 +8,14 @@ the tiling, the backend, the pass or how often it is recomputed. The counter of 
 with the low and high half of the 64-bit seed as the Philox key. A pair is dropped when its 32-bit
 word is below p * 2**32.
 
-Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Random123). The Triton
-kernels call ``tl.philox`` with the same counters.
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Random123). With seven rounds it passes
+BigCrush, and FlashAttention takes seven; ten are the authors' margin. The Triton kernels call ``tl.philox`` with the
+same counters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +23,19 @@ from torch import Tensor
 from .masks import Patch
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 7
+
+
+class Room(Protocol):
+    """Memory to work in: fresh memory for every operation takes as long as the operations."""
+
+    def integers(self, shape: torch.Size) -> list[Tensor]:
+        """Six int64 tensors of that shape."""
+
+    def survivors(self, shape: torch.Size) -> Tensor:
+        """What ``dropout_keep`` writes ones and zeros to."""
 
 
 def philox(
@@ -48,16 +59,19 @@ def philox(
         x = torch.bitwise_right_shift(product.expand(shape), 32, out=take(shape))
         return x.bitwise_xor_(other).bitwise_xor_(key).bitwise_and_(_MASK)
 
-    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    for _ in range(rounds):
+    number = torch.arange(rounds, device=seed.device)
+    keys = (
+        ((half & _MASK) + number * step).bitwise_and_(_MASK)
+        for half, step in zip((seed, seed >> 32), WEYL, strict=True)
+    )
+    for k0, k1 in zip(*(k.unbind() for k in keys), strict=True):
         # 32 x 32 -> 64 bits: the product wraps as an int64, which leaves its bits right.
-        low, high = (torch.mul(c, m, out=take(c.shape)) for c, m in zip((c0, c2), _MULTIPLIERS, strict=True))
+        low, high = (torch.mul(c, m, out=take(c.shape)) for c, m in zip((c0, c2), MULTIPLIERS, strict=True))
         give(c0, c2)
         c0, c2, used = mixed(high, c1, k0), mixed(low, c3, k1), (c1, c3)
         c1, c3 = high, low  # their upper halves are cut off where they have been used
         give(*used)
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1 & _MASK, c2, c3 & _MASK
+    return c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)
 
 
 def threshold(p: float) -> int:
@@ -65,19 +79,26 @@ def threshold(p: float) -> int:
     return round(p * 2**32)
 
 
-def dropout_keep(
-    rng: Tensor, p: float, patch: Patch, heads: int, room: Callable[[torch.Size], list[Tensor]] | None = None
-) -> Tensor:
-    """Bool (nb, nh, m, n): which pairs of the patch survive dropout. In memory the queries of a key lie side by side.
+def dropout_keep(rng: Tensor, p: float, patch: Patch, heads: int, room: Room | None = None) -> Tensor:
+    """(nb, nh, m, n): which pairs of the patch survive dropout. In memory the queries of a key lie side by side.
 
-    rng: int64 (2,), seed and offset. heads: the number of query heads H of the whole call. room: gives ``philox`` its.
+    rng: int64 (2,), seed and offset. heads: the number of query heads H of the whole call. Bool, or with ``room`` 1 and
+    0 in what that gives.
     """
+    from . import philox_loop
+
     first, last = patch.cols.start // 4, (patch.cols.stop - 1) // 4
     groups = torch.arange(first, last + 1, device=patch.device).view(1, 1, -1, 1)
     seed, offset = rng.to(patch.device).unbind()
     counters = groups, patch.i.mT, patch.b * heads + patch.h, offset & _MASK
-    shape = torch.broadcast_shapes(*(c.shape for c in counters))
-    words = philox(seed, *counters, room=None if room is None else room(shape))
-    by_word = [x >= threshold(p) for x in torch.broadcast_tensors(*words)]  # each (nb, nh, groups, m)
+    nb, nh, n, m = shape = torch.broadcast_shapes(*(c.shape for c in counters))
+    by_word = torch.Size((nb, nh, n, 4, m))
+    keep = torch.empty(by_word, dtype=torch.bool, device=patch.device) if room is None else room.survivors(by_word)
+    if philox_loop.INSTALLED and patch.device.type == "cpu":
+        philox_loop.survive(keep.flatten(0, 1), rng.cpu(), first, patch.rows.start, counters[2].flatten(), threshold(p))
+    else:
+        words = philox(seed, *counters, room=None if room is None else room.integers(shape))
+        for at, word in enumerate(words):
+            torch.ge(word.expand(shape), threshold(p), out=keep[:, :, :, at])
     start = patch.cols.start - 4 * first
-    return torch.stack(by_word, 3).flatten(2, 3)[:, :, start : start + patch.cols.stop - patch.cols.start].mT
+    return keep.flatten(2, 3)[:, :, start : start + patch.cols.stop - patch.cols.start].mT

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from . import config
+from .gluon import tma_load, tma_store
 from .pipeline import (
     Sizes,
     await_empty,
@@ -184,12 +185,12 @@ def producer(
                 await_empty(steps, it, STAGES)
                 full = steps.full.index(slot)
                 mbarrier.expect(full, 2 * BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-                tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_M, 0], full, steps.q.index(slot))
+                tma_load(q_desc, [b, h, m * BLOCK_M, 0], full, steps.q.index(slot))
                 if (g == 0) & (x == 0):  # the first Q comes before K is free
                     load_keys(k_desc, v_desc, k, v, b, kv, tile, done - 1, D)
-                tma.async_copy_global_to_shared(do_desc, [b, h, m * BLOCK_M, 0], full, steps.do.index(slot))
+                tma_load(do_desc, [b, h, m * BLOCK_M, 0], full, steps.do.index(slot))
                 at = ((pair * z.group + g) * z.n_m + m) * (2 * BLOCK_M)
-                tma.async_copy_global_to_shared(stats_desc, [at], full, steps.stats.index(slot))
+                tma_load(stats_desc, [at], full, steps.stats.index(slot))
                 it += 1
         t = take(ticket, ids, done)
         done += 1
@@ -254,7 +255,7 @@ def writer(
                 fence_proxy()
                 named_barrier("sync", SUM_FULL + N, 288)
                 if mine == 0:
-                    tma.async_copy_shared_to_global(sum_desc, [(head + m) * BLOCK_M, 0], sums.index(N))
+                    tma_store(sum_desc, [(head + m) * BLOCK_M, 0], sums.index(N))
                 else:
                     tma_add(sum_desc, [(head + m) * BLOCK_M, 0], sums.index(N))
                 now = seen(turns + head + max(m - 2, 0))  # for the next: it is known by the time that it matters
@@ -427,7 +428,7 @@ def consumer(
                     STAGES, D, LEFT, RIGHT, False,
                 )  # fmt: skip
         staged(stage, dv.to(stage.dtype))
-        tma.async_copy_shared_to_global(dv_desc, [b, kv, j0 + W * ROWS, 0], v_w)
+        tma_store(dv_desc, [b, kv, j0 + W * ROWS, 0], v_w)
         if total > 0:
             named_barrier("sync", CROSSED + 2 * (it & 1) + W, 256)
             dq = warpgroup_mma_wait(0, deps=[start_dq(ds, k, it, W, BLOCK_M, D)])
@@ -438,7 +439,7 @@ def consumer(
             gl.store(odd + (pair * gl.cdiv(z.len_k, BLOCK_N) + tile) * 2 + W, (is_odd(dk) | is_odd(dv)).to(gl.int8))
         tma.store_wait(0)
         staged(stage, (dk * scale).to(stage.dtype))
-        tma.async_copy_shared_to_global(dk_desc, [b, kv, j0 + W * ROWS, 0], v_w)
+        tma_store(dk_desc, [b, kv, j0 + W * ROWS, 0], v_w)
         t = taken(ids, done, 4)
         tma.store_wait(0)
         release(v, 0)

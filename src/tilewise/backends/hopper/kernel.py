@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import config
+from .gluon import tma_store
 from .pipeline import (
     Sizes,
     await_empty,
@@ -336,7 +337,7 @@ def again(
             gl.minimum(end, last * BLOCK_N), z, qk_scale, D, LEFT, RIGHT,
         )  # fmt: skip
         staged(stage, acc.to(stage.dtype))
-        tma.async_copy_shared_to_global(o_desc, [b, h, i0, 0], o_s.index(W))
+        tma_store(o_desc, [b, h, i0, 0], o_s.index(W))
         rows = gl.arange(0, ROWS, ROW)
         gl.store(at + rows, row_lse, mask=i0 + rows < z.len_q)
 
@@ -429,7 +430,7 @@ def consumer(
         acc = acc * (1.0 / gl.where(none, 1.0, sums))[:, None]
         staged(stage, acc.to(q.dtype))
         if not odd:
-            tma.async_copy_shared_to_global(o_desc, [b, h, i0, 0], o_s.index(W))
+            tma_store(o_desc, [b, h, i0, 0], o_s.index(W))
 
         t, b, h = t_next, b_next, h_next
         done += 1

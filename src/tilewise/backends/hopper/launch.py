@@ -1,12 +1,11 @@
-"""From a Request to a launch of the kernel: the mask as a band, tensors as TMA describes them, compiled kernels."""
+"""From a Request to a launch of the kernel: the mask as a band, tensors as TMA describes them."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +14,10 @@ from ...dispatch import Grads, Output, Saved
 from ...masks import All, Band, Lengths, Mask
 from ...request import NEG_INF, Request
 from . import config
+
+if TYPE_CHECKING:
+    from ..triton.repeat import Work
+    from ..triton.start import Tiled
 
 _FAR = 2**29  # beyond every position, and sums of three of it fit 32 bits
 _LOG2E = math.log2(math.e)
@@ -94,10 +97,6 @@ def processors(device: torch.device) -> int:
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
-def _stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
 def _counter(device: torch.device) -> Tensor:
     """The number of the next tile to work on, and of programs that are done: two zeros, which a launch leaves as zeros.
 
@@ -105,112 +104,41 @@ def _counter(device: torch.device) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = device.index, _stream(device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     if key not in _counters:
         _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return _counters[key]
 
 
-class Compiled:
-    """A specialisation of the kernel, launched with little work on the host.
-
-    Triton's own launch looks at every argument for what it would specialise, and encodes each descriptor anew: 60 us,
-    as long as the kernel takes for 1024 keys.
-    """
-
-    def __init__(self, compiled: Any):
-        run = compiled.run
-        self.kernel = compiled
-        maps = compiled.metadata.tensordesc_meta  # of each descriptor: how it lies in shared memory
-        self.maps = tuple(tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in m.items()) for m in maps)
-        self.how = run.launch_cooperative_grid, run.launch_pdl, None, None  # no scratch memory
-        # run.launch encodes descriptors and calls this one.
-        self.launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]
-
-    def __call__(self, grid: int, stream: int, lies: list[tuple], rest: tuple) -> None:
-        k = self.kernel
-        described: list[Any] = []
-        for where, made in zip(lies, self.maps, strict=True):
-            described += encoded(*where, made)
-        args = k.packed_metadata, None, None, None, *described, *rest
-        self.launch(grid, 1, 1, stream, k.function, *self.how, *args)
-
-
-@lru_cache(4096)
-def encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...], made: tuple) -> tuple:
-    """A descriptor as the launcher takes it: where a tensor is and how it lies, whichever tensor that is by now."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    meta = {k: list(v) if isinstance(v, tuple) else v for k, v in made}
-    return tuple(make_tensordesc_arg(_Descriptor(_Base(address), list(shape), [*strides, 1]), meta))
-
-
-class _Base(NamedTuple):
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class _Descriptor(NamedTuple):
-    base: _Base
-    shape: list[int]
-    strides: list[int]
-    padding: str = "zero"
-
-
-class Tiled(NamedTuple):
-    """A tensor as TMA takes it: in tiles. The last stride is 1."""
-
-    x: Tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    block: tuple[int, ...]
-
-    def descriptor(self) -> Any:
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[self.x.dtype]
-        block = list(self.block)
-        one = len(block) == 1
-        layout = gl.NVMMASharedLayout(0, 32, 1) if one else gl.NVMMASharedLayout.get_default_for(block, element)
-        return TensorDescriptor(self.x, list(self.shape), [*self.strides, 1], block, layout)
-
-
 def tiled(x: Tensor, rows: int) -> Tiled:
     """A (B, H, L, D) tensor in tiles of so many rows."""
+    from ..triton.start import Tiled
+
     return Tiled(x, tuple(x.shape), strides(x), (1, 1, rows, x.shape[3]))
-
-
-_compiled: dict[tuple, Compiled] = {}
-
-
-def _launch(kernel: str, grid: int, device: torch.device, key: tuple, tensors: tuple[Tiled, ...], rest: tuple) -> None:
-    """``kernel[(grid,)]`` of the tensors' descriptors and the rest. key: what else the code depends on."""
-    from triton import knobs
-
-    key = kernel, device.index, tensors[0].x.dtype, *key, *(t.block for t in tensors)
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook  # a profiler's
-    if key in _compiled and not any(x.calls for x in hooks):
-        _compiled[key](grid, _stream(device), [(t.x.data_ptr(), t.shape, t.strides) for t in tensors], rest)
-        return
-    from . import backward
-    from . import kernel as forward
-
-    fn = forward.forward_kernel if kernel == "forward" else backward.backward_kernel
-    _compiled[key] = Compiled(fn[(grid,)](*(t.descriptor() for t in tensors), *rest, num_warps=4))
 
 
 def forward(r: Request) -> Output:
     """Launch the forward."""
-    o = Output(r.new_out(), r.new_stats(), r.new_stats() if r.want_max_logits else None)
-    assert o.lse is not None
-    if o.out.numel() == 0 or r.len_k == 0:
-        o.out.zero_()
-        for x in (o.lse, o.max_logits):
-            if x is not None:
-                x.fill_(NEG_INF)
+    from ..triton.launch import decided_by, inputs
+    from ..triton.repeat import repeated
+
+    about = decided_by(r)
+    with torch.cuda.device(r.device):
+        counter = None if r.mask is None else _counter(r.device)  # without a mask all tiles take as long
+        given = (*inputs(r), counter)
+        made = repeated(about and ("hopper forward", *about), given, r.device, partial(_forward, r, counter))
+    return Output(*made)  # type: ignore[arg-type]
+
+
+def _forward(r: Request, counter: Tensor | None, work: Work) -> Output:
+    from .kernel import forward_kernel
+
+    nothing = r.q.numel() == 0 or r.len_k == 0
+    out = work.made(r.new_out(), 0.0 if nothing else None)
+    lse = work.made(r.new_stats(), NEG_INF if nothing else None)
+    top = work.made(r.new_stats(), NEG_INF if nothing else None) if r.want_max_logits else None
+    o = Output(out, lse, top)
+    if nothing:
         return o
     keep = kept(r.mask, r.len_q, r.len_k)
     assert keep is not None
@@ -220,19 +148,17 @@ def forward(r: Request) -> Output:
     tiles = -(-r.len_q // config.BLOCK_M)
     pairs = r.batch * r.heads
     section = max(1, config.L2_BYTES // (4 * r.len_k * r.dim)) * r.group
-    with torch.cuda.device(r.device):
-        lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
-        counter = _counter(r.device) if masked else None  # without, all tiles take as long
-        q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
-        tensors = tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n), tiled(o.out, config.ROWS)
-        rest = (
-            o.lse, o.max_logits, lengths, counter, r.heads, r.group, r.len_q, r.len_k, tiles, pairs,
-            min(section, pairs), tiles * pairs, low, high, r.scale * _LOG2E, q, k, v,
-            *tensors[0].strides, *tensors[1].strides, *tensors[2].strides, r.dim, cfg.block_n, cfg.stages, cfg.wide,
-            left, right,
-        )  # fmt: skip
-        key = left, right, r.want_max_logits, lengths is None or lengths.dtype
-        _launch("forward", min(processors(r.device), tiles * pairs), r.device, key, tensors, rest)
+    lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
+    q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
+    args = (
+        tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n), tiled(out, config.ROWS), lse, top,
+        lengths, counter if masked else None, r.heads, r.group, r.len_q, r.len_k, tiles, pairs, min(section, pairs),
+        tiles * pairs, low, high, r.scale * _LOG2E, q, k, v, *strides(q), *strides(k), *strides(v),
+    )  # fmt: skip
+    work.launch(
+        forward_kernel, min(processors(r.device), tiles * pairs), args, D=r.dim, BLOCK_N=cfg.block_n,
+        STAGES=cfg.stages, WIDE=cfg.wide, LEFT=left, RIGHT=right,
+    )  # fmt: skip
     return o
 
 
@@ -241,73 +167,79 @@ def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
 
     Where not all three gradients are asked for, ``triton`` does only what is.
     """
+    from ..triton import gradients
+    from ..triton.launch import decided_by, inputs
+    from ..triton.repeat import repeated
+
     if needs != {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
-        from ..triton import gradients
-
         return gradients.backward(r, saved, needs)
+    about = decided_by(r)
+    saved = saved._replace(lse=saved.lse.contiguous())
     with torch.cuda.device(r.device):
-        return _backward(r, saved)
+        given = (*inputs(r), *saved)
+        return Grads(*repeated(about and ("hopper backward", *about), given, r.device, partial(_backward, r, saved)))
 
 
-def _backward(r: Request, saved: Saved) -> Grads:
-    from .backward import finish_kernel, prepare_kernel
+def _backward(r: Request, saved: Saved, work: Work) -> tuple[Tensor, ...]:
+    from ..triton.start import Tiled
+    from .backward import backward_kernel, finish_kernel, prepare_kernel
 
     keep, cfg = kept(r.mask, r.len_q, r.len_k), config.choose_backward(r.dim)
     assert keep is not None
     low, high, left, right = ends(keep)
     masked = left or right or keep.lengths is not None
     q, k, v, dout = (aligned(x if describable(x) else x.contiguous()) for x in (r.q, r.k, r.v, saved.dout))
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    out, lse, dlse = saved.out, saved.lse.contiguous(), saved.dlse
+    dq, dk, dv = (work.made(torch.empty_like(x)) for x in (q, k, v))
+    out, lse, dlse = saved.out, saved.lse, saved.dlse
     pairs, kv_pairs = r.batch * r.heads, r.batch * r.kv_heads
     n_m, n_q, n_n = -(-r.len_q // cfg.block_m), -(-r.len_q // config.ROWS), -(-r.len_k // config.BLOCK_N)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=r.device)
+        return work.made(torch.empty(shape, dtype=dtype, device=r.device))
 
     sums, stats = empty(pairs * n_m * cfg.block_m, r.dim), empty(pairs * n_m * 2 * cfg.block_m)
     turns = empty(pairs * n_m + 1, dtype=torch.int32)
-    ticket = turns[-1:]
+    ticket = work.part(turns, pairs * n_m)
     delta = empty(pairs * r.len_q) if masked else None
     odd = empty(pairs * n_q + kv_pairs * n_n * 2, dtype=torch.int8) if masked else None
-    prepare_kernel[(pairs * n_m,)](
+    args: tuple[Any, ...] = (
         out, dout, lse, dlse, stats, delta, turns, ticket, out.stride()[:3], dout.stride()[:3],
-        (0, 0, 0) if dlse is None else dlse.stride(), r.heads, r.len_q, n_m, D=r.dim, BLOCK_M=cfg.block_m, num_warps=4,
+        (0, 0, 0) if dlse is None else dlse.stride(), r.heads, r.len_q, n_m,
     )  # fmt: skip
-    tensors = (
+    work.launch(prepare_kernel, pairs * n_m, args, D=r.dim, BLOCK_M=cfg.block_m)
+    lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
+    section = config.section(r.dim, r.len_q, r.group)
+    args = (
         tiled(q, cfg.block_m), tiled(k, config.BLOCK_N), tiled(v, config.BLOCK_N), tiled(dout, cfg.block_m),
         Tiled(stats, (stats.numel(),), (), (2 * cfg.block_m,)),
         Tiled(sums, tuple(sums.shape), (r.dim,), (cfg.block_m, r.dim)), tiled(dk, config.ROWS), tiled(dv, config.ROWS),
+        turns, ticket, None if odd is None else work.part(odd, pairs * n_q), lengths, r.kv_heads, r.group, r.len_q,
+        r.len_k, n_m, kv_pairs, min(section, kv_pairs), n_n * kv_pairs, low, high, r.scale, r.scale * _LOG2E,
     )  # fmt: skip
-    lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
-    section = config.section(r.dim, r.len_q, r.group)
-    rest = (
-        turns, ticket, None if odd is None else odd[pairs * n_q :], lengths, r.kv_heads, r.group, r.len_q, r.len_k,
-        n_m, kv_pairs, min(section, kv_pairs), n_n * kv_pairs, low, high, r.scale, r.scale * _LOG2E, r.dim,
-        cfg.block_m, cfg.stages, left, right,
+    work.launch(
+        backward_kernel, min(processors(r.device), n_n * kv_pairs), args, D=r.dim, BLOCK_M=cfg.block_m,
+        STAGES=cfg.stages, LEFT=left, RIGHT=right,
     )  # fmt: skip
-    key = left, right, masked, lengths is None or lengths.dtype
-    _launch("backward", min(processors(r.device), n_n * kv_pairs), r.device, key, tensors, rest)
-    finish_kernel[(pairs * n_q,)](
-        sums, turns, dq, odd, dq.stride()[:3], r.heads, r.len_q, n_m, n_q, r.scale, D=r.dim, BLOCK_M=cfg.block_m,
-        ROWS=config.ROWS, num_warps=4,
-    )  # fmt: skip
+    args = sums, turns, dq, odd, dq.stride()[:3], r.heads, r.len_q, n_m, n_q, r.scale
+    work.launch(finish_kernel, pairs * n_q, args, D=r.dim, BLOCK_M=cfg.block_m, ROWS=config.ROWS)
     if odd is not None:
-        _careful(r, (q, k, v, dout), lse, delta, (dq, dk, dv), odd, n_q, 2 * n_n)
-    return Grads(dq, dk, dv)
+        _careful(r, (q, k, v, dout), lse, delta, (dq, dk, dv), odd, n_q, 2 * n_n, work)
+    return dq, dk, dv
 
 
 def _careful(
     r: Request, inputs: tuple[Tensor, ...], lse: Tensor, delta: Tensor | None, grads: tuple[Tensor, ...], odd: Tensor,
-    n_q: int, n_k: int,
+    n_q: int, n_k: int, work: Work,
 ) -> None:  # fmt: skip
     from ..triton.launch import Problem
     from .careful import CHUNK, careful_kernel
 
     p, total_q = Problem(r), r.batch * r.heads * n_q
-    careful_kernel[(-(-odd.numel() // CHUNK),)](
+    args = (
         odd, *inputs, lse, delta, *grads, *(x.stride() for x in (*inputs, *grads)), p.stat_strides(lse), r.len_q,
-        r.len_k, r.heads, r.group, r.scale, p.qk_scale, n_q, n_k, total_q, odd.numel(), p.mask_args, KEEP=p.mask.keep,
-        REACH_Q=p.mask.reach_q, REACH_K=p.mask.reach_k, D=r.dim, UNIT=p.unit, WIDE=p.wide(*inputs, *grads),
-        CHUNK=CHUNK, num_warps=4, num_stages=1,
+        r.len_k, r.heads, r.group, r.scale, p.qk_scale, n_q, n_k, total_q, odd.numel(),
+    )  # fmt: skip
+    work.launch(
+        careful_kernel, -(-odd.numel() // CHUNK), args, (p.mask_args,), KEEP=p.mask.keep, REACH_Q=p.mask.reach_q,
+        REACH_K=p.mask.reach_k, D=r.dim, UNIT=p.unit, WIDE=p.wide(*inputs, *grads), CHUNK=CHUNK, num_stages=1,
     )  # fmt: skip

@@ -4,8 +4,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
+
+from .gluon import tma_load
 
 
 @gluon.jit
@@ -110,7 +112,7 @@ def named_barrier(op: gl.constexpr, number, THREADS: gl.constexpr):
 @gluon.jit
 def fetch(desc, b, h, row, r, slot, ROWS_: gl.constexpr, D: gl.constexpr):
     mbarrier.expect(r.full.index(slot), ROWS_ * D * 2)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], r.full.index(slot), r.data.index(slot))
+    tma_load(desc, [b, h, row, 0], r.full.index(slot), r.data.index(slot))
 
 
 @gluon.jit

@@ -169,12 +169,10 @@ def add_rows(
     Tiles are transposed, (N, M), as P^T and dS^T are needed.
     """
     j = j0 + tl.arange(0, BLOCK_N)[:, None]
-    # A bias beyond whose edges nothing is read has addresses and masks of each element: too many to load ahead, or to
-    # keep from before the loop, as registers of the other loop.
-    EDGE: tl.constexpr = MASKED and bias is not None
+    # A bias beyond whose edges nothing is read has addresses and masks of each element: too many to load ahead.
     n: tl.constexpr = TILE // BLOCK_M
     ahead = listed(t0, t1, lists, where)
-    for t in tl.range(t0 * n, t1 * n, num_stages=1 if CAREFUL or EDGE else None, disable_licm=EDGE):
+    for t in tl.range(t0 * n, t1 * n, num_stages=1 if CAREFUL or (MASKED and bias is not None) else None):
         i0 = visited(t // n, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * TILE + t % n * BLOCK_M
         ahead = listed((t + 1) // n, t1, lists, where)
         i = i0 + tl.arange(0, BLOCK_M)[None, :]

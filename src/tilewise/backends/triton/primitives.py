@@ -359,7 +359,7 @@ def survives(rng, threshold, bh, i0, j0, M: tl.constexpr, N: tl.constexpr):
     rows = (i0 + tl.arange(0, M))[:, None]
     zero = tl.zeros([M, N // 4], tl.int32)
     c3 = (offset & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    w0, w1, w2, w3 = tl.philox(seed, groups + zero, rows + zero, bh + zero, c3 + zero)
+    w0, w1, w2, w3 = tl.philox(seed, groups + zero, rows + zero, bh + zero, c3 + zero, n_rounds=7)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (M, N / 4, 2, 2): key 4 g + 2 x + y
     return tl.reshape(words, [M, N]) >= threshold.to(tl.uint32, bitcast=True)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import start
+from .start import Tiled
 
 _MOST = 1024  # calls that are remembered
 
@@ -36,12 +37,13 @@ class Room(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch without its addresses: slots, of the inputs and then of the rooms, say which go where."""
+    """A launch without its addresses. Slots say which go where: of the inputs, then of the rooms, then of the parts."""
 
     call: Callable[..., None]
     arguments: list
     addresses: list[tuple[int, int]]  # (position, slot)
     masks: list[tuple[int, list, list[tuple[int, int]]]]  # position of a tuple, the tuple, and its addresses
+    maps: list[tuple[int, int, tuple, tuple, tuple]]  # (position, slot) of a descriptor, and how the tensor lies
 
     def run(self, addresses: list[int], stream: int) -> None:
         args = self.arguments.copy()
@@ -53,6 +55,8 @@ class Launch(NamedTuple):
             for n, slot in inner:
                 values[n] = addresses[slot]
             args[at] = tuple(values)
+        for at, slot, shape, strides, made in self.maps:
+            args[at] = start.encoded(addresses[slot], shape, strides, made)[0]
         self.call(*args)
 
 
@@ -63,12 +67,14 @@ class Script(NamedTuple):
     """What a call does."""
 
     rooms: list[Room]
+    parts: list[tuple[int, int]]  # (slot, bytes from its address)
     launches: list[Launch]
     results: list[int | None]  # which room
 
     def run(self, addresses: list[int], device: torch.device) -> Tensors:
         made = [room.make(device) for room in self.rooms]
         every = addresses + [x.data_ptr() for x in made]
+        every += [every[slot] + offset for slot, offset in self.parts]
         stream = start.stream(device.index)
         for x in self.launches:
             x.run(every, stream)
@@ -80,12 +86,18 @@ class Work:
 
     def __init__(self) -> None:
         self._made: list[tuple[Tensor, float | None]] = []
+        self._parts: list[tuple[Tensor, Tensor]] = []
         self._launched: list[tuple[start.Compiled | None, int, tuple, tuple]] = []
 
     def made(self, x: Tensor, value: float | None = None) -> Tensor:
         """A tensor that was just allocated, filled with the value if there is one."""
         self._made.append((x, value))
         return x if value is None else x.fill_(value)
+
+    def part(self, x: Tensor, first: int) -> Tensor:
+        """x[first:] of a tensor that was made."""
+        self._parts.append((x[first:], x))
+        return self._parts[-1][0]
 
     def launch(self, kernel: Any, grid: int, args: tuple, masks: tuple = (), **options: Any) -> None:
         """``start.launch``."""
@@ -95,6 +107,8 @@ class Work:
         """To do it again; None where a launch is left to Triton, or takes a tensor neither given nor made here."""
         slots = {address: n for n, address in reversed(list(enumerate(addresses)))}
         slots |= {x.data_ptr(): len(addresses) + n for n, (x, _) in enumerate(self._made)}
+        parts = [(slots[x.data_ptr()], part.data_ptr() - x.data_ptr()) for part, x in self._parts]
+        slots |= {part.data_ptr(): len(addresses) + len(self._made) + n for n, (part, _) in enumerate(self._parts)}
         launches = []
         for compiled, grid, args, masks in self._launched:
             if compiled is None or any(x.data_ptr() not in slots for x in _tensors(args, masks)):
@@ -102,27 +116,34 @@ class Work:
             launches.append(_launch(compiled, grid, args, masks, slots))
         rooms = [Room(tuple(x.shape), x.stride(), x.dtype, value) for x, value in self._made]
         which = [None if x is None else [x is y for y, _ in self._made].index(True) for x in results]
-        return Script(rooms, launches, which)
+        return Script(rooms, parts, launches, which)
 
 
 def _tensors(args: tuple, masks: tuple) -> list[Tensor]:
-    return [x for x in (*args, *(y for m in masks for y in m)) if isinstance(x, Tensor)]
+    every = [x.x if isinstance(x, Tiled) else x for x in (*args, *(y for m in masks for y in m))]
+    return [x for x in every if isinstance(x, Tensor)]
 
 
 def _launch(compiled: start.Compiled, grid: int, args: tuple, masks: tuple, slots: dict[int, int]) -> Launch:
-    arguments = compiled.arguments(grid, 0, [*args, *masks])
-    first = len(arguments) - len(compiled.constants) - len(args) - len(masks)
-    nested = [(first + len(args) + n, *_taken_out(m, slots)) for n, m in enumerate(masks)]
-    values, addresses = _taken_out(tuple(arguments), slots)
-    for at, inner, _ in nested:
-        values[at] = tuple(inner)
-    return Launch(compiled.call, values, addresses, [x for x in nested if x[2]])
+    found = Launch(compiled.call, compiled.arguments(grid, 0, args, masks), [], [], [])
+    at = len(found.arguments) - len(compiled.constants) - len(masks) - sum(map(_width, args))
+    described = iter(compiled.maps)
+    for x in args:
+        if isinstance(x, Tiled):
+            found.maps.append((at, slots[x.x.data_ptr()], x.shape, x.strides, next(described)))
+        elif isinstance(x, Tensor):
+            found.addresses.append((at, slots[x.data_ptr()]))
+        at += _width(x)
+    for n, m in enumerate(masks):
+        inner = [(k, slots[x.data_ptr()]) for k, x in enumerate(m) if isinstance(x, Tensor)]
+        if inner:
+            found.masks.append((at + n, list(found.arguments[at + n]), inner))
+    return found
 
 
-def _taken_out(values: tuple, slots: dict[int, int]) -> tuple[list, list[tuple[int, int]]]:
-    """Values without tensors, and where which slot's address belongs."""
-    at = [(n, slots[x.data_ptr()]) for n, x in enumerate(values) if isinstance(x, Tensor)]
-    return [None if isinstance(x, Tensor) else x for x in values], at
+def _width(x: Any) -> int:
+    """How many arguments of the launcher it is: a descriptor comes with its shape and strides, that of 1 as well."""
+    return 2 + len(x.shape) + len(x.strides) if isinstance(x, Tiled) else 1
 
 
 _scripts: dict[tuple, Script | None] = {}
