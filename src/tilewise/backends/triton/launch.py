@@ -13,7 +13,7 @@ from ...masks import holders
 from ...philox import threshold
 from ...request import Request
 from . import config, tune
-from .config import BIAS, DROPOUT, EXTRA, LIGHT, LISTS, RANGES, Config
+from .config import BIAS, DROPOUT, EXTRA, LIGHT, LISTS, RANGES, WINDOW, Config
 from .lists import classify_kernel, list_kernel
 from .lower import Lowered, lower
 from .primitives import FOLDED, LOG2, NATURAL
@@ -69,7 +69,9 @@ class Problem:
 
     def config(self, direction: str) -> Config:
         r = self.r
-        mask = None if r.mask is None else RANGES if self.mask.verdict is None else LISTS
+        mask = None if r.mask is None else LISTS if self.mask.verdict is not None else RANGES
+        if mask == RANGES and self.mask.window:
+            mask = WINDOW
         asked = (direction, self.block_d, self.block_dv, self.half, mask, self._changes(), self.gpu)
         return tune.choose(r.device, *asked) if tune.ENABLED else config.choose(*asked)
 
