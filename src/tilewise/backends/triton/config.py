@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ class Config:
     num_stages: int
     registers: int | None = None
 
-    def options(self) -> dict[str, int | None]:
+    def options(self) -> dict[str, Any]:
         """As Triton takes them."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.registers}
 
@@ -145,8 +146,8 @@ _SM90: dict[str, tuple[Row, ...]] = {
     # less than two of 64. Documents of 256 tokens: 13 % less than two of 32.
     # Beside ALiBi or a softcap at D = 128, 32 x 64 takes 26 and 31 % less than 32 x 128, which only with lists has to
     # be, as the other spills. At D = 64 more queries spill beside ALiBi and lists; they took 6 % less.
-    # A bias, read as pairs: at D = 128 32 x 128 takes as long as 32 x 64, which spills; at D = 64 64 x 64 takes 9 % less
-    # than 64 x 128 and 20 % less than 32 x 128.
+    # A bias, read as pairs: 32 x 128 takes as long as 32 x 64, which spills, at D = 128; at D = 64 64 x 64 takes 9 %
+    # less than 64 x 128 and 20 % less than 32 x 128.
     DKDV: (
         row(
             64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(16, 64, 8, 2), window=Config(32, 64, 4, 3, 168),

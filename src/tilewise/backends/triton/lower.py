@@ -151,7 +151,7 @@ class Text(NamedTuple):
     verdict: str
 
 
-def _write(mask: Mask, leaves: list[Arguments]) -> tuple[Text, bool, bool, bool, bool]:
+def _write(mask: Mask, leaves: list[Arguments]) -> tuple[Text, bool, bool, bool, bool, bool]:
     """The text of all functions; whether the verdict differs by batch and head, and needs pairs; whether later rows
     see more."""
     given = {id(x.leaf): x for x in leaves}
