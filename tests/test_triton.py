@@ -315,6 +315,22 @@ def test_rows_beyond_the_last_add_nothing_to_a_key_that_is_not_finite():
     assert not dv[:, :, 7].any()
 
 
+def test_a_bias_read_as_pairs_is_the_bias(monkeypatch):
+    """One whose rows lie an odd number of elements apart is read one by one, to the same bits."""
+    from tilewise.backends.triton.launch import Problem
+
+    read = []
+    paired = Problem.paired
+    monkeypatch.setattr(Problem, "paired", lambda self: read.append(paired(self)) or read[-1])
+    q, k, v = qkv(2, 2, 40, 48, dtype=torch.float16)
+    wide = torch.randn(1, 2, 40, 49, generator=torch.Generator().manual_seed(2)).half()
+    wide[..., 5, 7] = -float("inf")
+    odd, even = wide[..., :48], wide[..., :48].contiguous()
+    for x, y in zip(run(q, k, v, bias=odd), run(q, k, v, bias=even), strict=True):
+        assert torch.equal(x, y)
+    assert read == [False, True]
+
+
 CHANGES = {
     "softcap": {"softcap": 5.0},
     "softcap of a negative scale": {"softcap": 5.0, "scale": -0.3},

@@ -40,6 +40,7 @@ for _d in (64, 128):
     for _target in ("sm_80", "sm_90"):
         CASES[_target, "bfloat16", _d] += ["documents", "lists", "shared_bias forward_kernel"]
         CASES[_target, "bfloat16", _d] += ["alibi", "softcap", "dropout", "own_bias"]
+    CASES["sm_90", "bfloat16", _d] += ["ranges"]
 CASES["sm_90", "bfloat16", 256] += ["alibi", "softcap"]
 for _d in (16, 96):  # 96 is padded inside the kernels
     CASES["sm_90", "bfloat16", _d] = ["causal"]
@@ -50,11 +51,12 @@ def make(*shape, dtype):
 
 
 def request(dtype, d, features):
-    """No mask; ranges of tiles; lists of tiles; everything at once; changes of the scores alone, as the tables tell them
-    apart; a bias whose gradient is summed."""
+    """No mask; the ranges of tiles of a window and others; lists of tiles; everything at once; changes of the scores
+    alone, as the tables tell them apart; a bias whose gradient is summed."""
     given = {
         "plain": lambda: {},
         "causal": lambda: {"mask": masks.causal() & masks.window(300, 0)},
+        "ranges": lambda: {"mask": masks.causal() & masks.key_lengths(make(B, dtype=torch.int64))},
         "documents": lambda: {"mask": masks.documents(make(B, L, dtype=torch.int64))},
         "lists": lambda: {
             "mask": masks.causal() & masks.documents(make(B, L, dtype=torch.int64)),
@@ -91,7 +93,7 @@ def test_the_cases_are_all_configurations(monkeypatch):
     launched = set()
 
     def launch(fn, target, *args, **kw):
-        size = tuple(kw.get(x) for x in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
+        size = tuple(kw.get(x) for x in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg"))
         launched.add((target, key[1] in ("bfloat16", "float16"), fn.__name__.removesuffix("_kernel"), *size))
 
     monkeypatch.setattr(aot, "compile_launch", launch)
@@ -103,9 +105,9 @@ def test_the_cases_are_all_configurations(monkeypatch):
         for half in (True, False):
             for direction, rows in config.tables(half, gpu).items():
                 for c in {c for row in rows for c in astuple(row)[1:]}:
-                    block_m, block_n, warps, stages = c
+                    block_m, block_n, *options = c
                     block_n = None if direction == config.DELTA else block_n
-                    wanted = (target, half, direction, block_m, block_n, warps, stages)
+                    wanted = (target, half, direction, block_m, block_n, *options)
                     assert wanted in launched
 
 

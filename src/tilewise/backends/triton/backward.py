@@ -33,6 +33,7 @@ from .primitives import (
     like,
     listed,
     load_bias,
+    load_bias_pairs,
     load_row,
     load_tile,
     odd_sum,
@@ -44,6 +45,7 @@ from .primitives import (
     store_tile,
     survives,
     unflatten,
+    unpaired,
     visited,
     visited16,
     visits,
@@ -160,7 +162,7 @@ def add_rows(
     KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
-    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """What the queries of tiles t0 .. t1 add to dK and dV; odd becomes 1 if some that are kept are not finite.
 
@@ -176,13 +178,10 @@ def add_rows(
         i = i0 + tl.arange(0, BLOCK_M)[None, :]
         add = bias
         if bias is not None and not MASKED:
-            # Under a condition, though it is true, nothing is loaded a turn ahead: there are no registers for it. With
-            # loads on both sides the tile gets its layout when it is needed, after the products.
-            add = tl.zeros([BLOCK_N, BLOCK_M], bias.dtype.element_ty)
-            if i0 < len_q:
-                add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, False, WIDE)
+            if PAIRED:
+                add = load_bias_pairs(bias, i0, j0, bias_strides, BLOCK_M, BLOCK_N)
             else:
-                add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, True, WIDE)
+                add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, False, WIDE)
         q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
         # Before the products, or beside a bias after them: elsewhere it costs registers.
         if bias is None:
@@ -201,6 +200,8 @@ def add_rows(
         keep = kept(b, h, i, j, inside, len_q, len_k, m, KEEP) if MASKED else None
         if bias is not None and MASKED:
             add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, True, WIDE)
+        if bias is not None and not MASKED and PAIRED:
+            add = unpaired(add, bias.dtype.element_ty, BLOCK_M, BLOCK_N)
         p, _, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k,
             qk_scale, cap, add, slope, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
@@ -288,7 +289,8 @@ def dkdv_tile(
     len_k, heads, group, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
     survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
-    SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """dK (N, D) and dV (N, Dv) of one tile of keys: the sum over the query heads that share it and their query tiles.
 
@@ -323,14 +325,14 @@ def dkdv_tile(
                 0, n_full, lists, where, n_full, full, first, len_q, len_k,
                 qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK,
-                NEED_DV,
+                NEED_DV, PAIRED,
             )  # fmt: skip
         acc_k, acc_v, odd = add_rows(
             acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
             0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k,
             qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
             edge(BLOCK_M, bias, 16), BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
-            CAREFUL, NEED_DK, NEED_DV,
+            CAREFUL, NEED_DK, NEED_DV, PAIRED,
         )  # fmt: skip
     found = 0
     if not CAREFUL and (KEEP is not None or bias is not None):
@@ -366,6 +368,7 @@ def dkdv_kernel(
     survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """One program a (key tile, key/value head, batch entry)."""
     vs, dos = like(vs, ks), like(dos, qs)
@@ -378,7 +381,7 @@ def dkdv_kernel(
         tile, kv_head, b, q, k, v, do, lse, low, delta, dk, dv, qs, ks, vs, dos, dks, dvs, stats, first_q, first_k,
         len_q, len_k, heads, group, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
         survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT,
-        SOFTCAP, WIDE, UPCAST, PRECISION, False,
+        SOFTCAP, WIDE, UPCAST, PRECISION, PAIRED, False,
     )  # fmt: skip
     if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
         if found > 0:
@@ -389,7 +392,7 @@ def dkdv_kernel(
                 apart(ks, zero), apart(vs, zero), apart(dos, zero), apart(dks, zero), apart(dvs, zero), stats,
                 first_q, first_k, len_q, len_k, heads, group, scale, qk_scale, cap, bias, bias_strides, alibi,
                 alibi_strides, rng, threshold, survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+                BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, PAIRED, True,
             )  # fmt: skip
 
 

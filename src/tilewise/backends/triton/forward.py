@@ -280,7 +280,6 @@ def _forward(r: Request, work: Work) -> Output:
         forward_kernel, tiles * pairs, args, (p.mask_args,), KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim,
         DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
         SOFTCAP=r.softcap is not None, REVERSE=p.mask.longest_first, BY_HEAD=p.by_head,
-        WIDE=p.wide(r.q, r.k, r.v, out), UPCAST=p.upcast, PRECISION=p.precision, num_warps=cfg.num_warps,
-        num_stages=cfg.num_stages,
+        WIDE=p.wide(r.q, r.k, r.v, out), UPCAST=p.upcast, PRECISION=p.precision, **cfg.options(),
     )  # fmt: skip
     return o

@@ -95,7 +95,7 @@ class _Backward:
         )  # fmt: skip
         self.work.launch(
             delta_kernel, tiles * r.batch * r.heads, args, DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_DV=p.block_dv,
-            WIDE=p.wide(self.out, self.dout), num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            WIDE=p.wide(self.out, self.dout), **cfg.options(),
         )  # fmt: skip
 
     def _partial(self, tiles: int) -> Tensor:
@@ -136,8 +136,7 @@ class _Backward:
         )  # fmt: skip
         self.work.launch(
             dkdv_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_q, BLOCK_M=cfg.block_m,
-            BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), num_warps=cfg.num_warps,
-            num_stages=cfg.num_stages,
+            BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, PAIRED=p.paired(), **self._constants(), **cfg.options(),
         )  # fmt: skip
 
     def _dq(self) -> None:
@@ -156,8 +155,7 @@ class _Backward:
         )  # fmt: skip
         self.work.launch(
             dq_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_k, REVERSE=p.mask.longest_first,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), num_warps=cfg.num_warps,
-            num_stages=cfg.num_stages,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), **cfg.options(),
         )  # fmt: skip
 
     def _shared_bias(self, bias: Tensor) -> Tensor:
@@ -178,8 +176,7 @@ class _Backward:
         )  # fmt: skip
         self.work.launch(
             dbias_kernel, n_b * n_h * rows * cols, args, (p.mask_args,), BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n,
-            SUM_ROWS=sum_rows, SUM_COLS=sum_cols, **self._constants(), num_warps=cfg.num_warps,
-            num_stages=cfg.num_stages,
+            SUM_ROWS=sum_rows, SUM_COLS=sum_cols, **self._constants(), **cfg.options(),
         )  # fmt: skip
         return part
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...philox import threshold
 from ...request import Request
 from . import config, tune
-from .config import BIAS, DROPOUT, EXTRA, LIGHT, LISTS, RANGES, Config
+from .config import BIAS, DROPOUT, EXTRA, LIGHT, LISTS, RANGES, WINDOW, Config
 from .lists import classify_kernel, list_kernel
 from .lower import Lowered, lower, recordings
 from .primitives import FOLDED, LOG2, NATURAL
@@ -68,7 +68,9 @@ class Problem:
 
     def config(self, direction: str) -> Config:
         r = self.r
-        mask = None if r.mask is None else RANGES if self.mask.verdict is None else LISTS
+        mask = None if r.mask is None else LISTS if self.mask.verdict is not None else RANGES
+        if mask == RANGES and self.mask.window:
+            mask = WINDOW
         asked = (direction, self.block_d, self.block_dv, self.half, mask, self._changes(), self.gpu)
         return tune.choose(r.device, *asked) if tune.ENABLED else config.choose(*asked)
 
@@ -96,6 +98,13 @@ class Problem:
     def bias_args(self) -> tuple[Any, tuple[int, ...]]:
         x = self.r.bias
         return (None, (0, 0, 0, 0)) if x is None else (x, broadcast_strides(x))
+
+    def paired(self) -> bool:
+        """Whether the bias can be read as pairs of numbers of 16 bits along the keys."""
+        x, (*others, row, column) = self.bias_args()
+        if x is None or x.element_size() != 2 or column != 1 or row >= 2**22:
+            return False
+        return x.data_ptr() % 16 == 0 and all(n % 2 == 0 for n in (*others, row))
 
     def alibi_args(self) -> tuple[Any, tuple[int, ...]]:
         x = self.r.alibi

@@ -42,6 +42,7 @@ class Lowered:
     by_head: bool = False
     by_pair: bool = False  # the verdict looks at every pair of a tile
     longest_first: bool = False  # later query tiles see more keys
+    window: bool = False  # they see no more, or not for long
 
 
 class Arguments(NamedTuple):
@@ -155,7 +156,7 @@ class Text(NamedTuple):
     verdict: str
 
 
-def _write(mask: Mask, leaves: list[Arguments]) -> tuple[Text, bool, bool, bool, bool]:
+def _write(mask: Mask, leaves: list[Arguments]) -> tuple[Text, bool, bool, bool, bool, bool]:
     """The text of all functions; whether the verdict differs by batch and head, and needs pairs; whether later rows
     see more."""
     given = {id(x.leaf): x for x in leaves}
@@ -174,8 +175,9 @@ def _write(mask: Mask, leaves: list[Arguments]) -> tuple[Text, bool, bool, bool,
         signature = f"verdict(b, h, i0, i1, j0, j1, {_PARAMETERS}, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr)"
         text = Text(keep, "", "", _function(signature, lines, result[0]))
     ordered = any(isinstance(x.leaf, Band) and x.leaf.left is None and x.leaf.right is not None for x in leaves)
+    window = any(isinstance(x.leaf, Band) and x.leaf.left is not None for x in leaves)
     by_batch, by_head = (any(_depends(x, dim) for x in leaves) for dim in (0, 1))
-    return text, by_batch, by_head, any(isinstance(x.leaf, Dense | Predicate) for x in leaves), ordered
+    return text, by_batch, by_head, any(isinstance(x.leaf, Dense | Predicate) for x in leaves), ordered, window
 
 
 def _function(signature: str, lines: list[str], result: str) -> str:
@@ -386,9 +388,9 @@ def _verdict_of(full: str, empty: str, lines: list[str]) -> str:
 # --- from text to functions -----------------------------------------------------------------------
 
 
-def _functions(text: Text, by_batch: bool, by_head: bool, by_pair: bool, ordered: bool) -> Lowered:
+def _functions(text: Text, by_batch: bool, by_head: bool, by_pair: bool, ordered: bool, window: bool) -> Lowered:
     made = {name: jit(source) if source else None for name, source in text._asdict().items()}
-    return Lowered(**made, by_batch=by_batch, by_head=by_head, by_pair=by_pair, longest_first=ordered)
+    return Lowered(**made, by_batch=by_batch, by_head=by_head, by_pair=by_pair, longest_first=ordered, window=window)
 
 
 def jit(source: str) -> Callable:

@@ -280,6 +280,21 @@ def load_bias(bias, i, j, i0, j0, len_q, len_k, strides, MASKED: tl.constexpr, W
 
 
 @triton.jit
+def load_bias_pairs(bias, i0, j0, strides, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The bias of a tile that lies within the matrix, (N / 2, M): two keys are an int32. Of 16 bits and transposed, the
+    compiler would load it into registers a turn or two ahead; numbers of 32 bits wait in shared memory."""
+    at = (bias + (offset64(i0, strides[2]) + j0)).to(tl.pointer_type(tl.int32))
+    return tl.load(at + (tl.arange(0, BLOCK_N // 2)[:, None] + tl.arange(0, BLOCK_M)[None, :] * (strides[2] // 2)))
+
+
+@triton.jit
+def unpaired(pairs, dtype: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The (N, M) numbers of ``load_bias_pairs``."""
+    both = tl.join((pairs & 0xFFFF).to(tl.int16), (pairs >> 16).to(tl.int16))  # (N / 2, M, 2)
+    return tl.reshape(tl.trans(both, (0, 2, 1)), [BLOCK_N, BLOCK_M]).to(dtype, bitcast=True)
+
+
+@triton.jit
 def scores(
     s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, slope,
     SOFTCAP: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr,

@@ -95,8 +95,9 @@ _known: dict[tuple, Compiled] = {}
 
 
 def launch(
-    kernel: Any, grid: int, args: tuple, masks: tuple = (), *, num_warps: int = 4, num_stages: int = 3, **constants: Any
-) -> Compiled | None:
+    kernel: Any, grid: int, args: tuple, masks: tuple = (), *, num_warps: int = 4, num_stages: int = 3,
+    maxnreg: int | None = None, **constants: Any,
+) -> Compiled | None:  # fmt: skip
     """``kernel[(grid,)](*args, *masks, **constants)`` on the current device and stream.
 
     args: tensors, ``Tiled``, numbers, None, and tuples of numbers. masks: tuples of tensors and numbers, the parameters
@@ -104,6 +105,8 @@ def launch(
     known.
     """
     options = {**constants, "num_warps": num_warps, "num_stages": num_stages}
+    if maxnreg is not None:  # not every backend of Triton knows it
+        options["maxnreg"] = maxnreg
     first = args[0].x if isinstance(args[0], Tiled) else args[0]
     if not (isinstance(kernel, triton.JITFunction) and remembers(first.device)):
         kernel[(grid,)](*map(_for_triton, args), *masks, **options)
@@ -111,7 +114,7 @@ def launch(
     device = torch.cuda.current_device()
     last = tuple([constants[name] for name in kernel.arg_names[len(args) + len(masks) :]])
     seen = tuple(map(_seen, args)), tuple([tuple(map(_seen, m)) for m in masks])
-    key = kernel, device, num_warps, num_stages, seen, last
+    key = kernel, device, num_warps, num_stages, maxnreg, seen, last
     found = _known.get(key)
     if found is not None:
         found.call(*found.arguments(grid, stream(device), args, masks))
