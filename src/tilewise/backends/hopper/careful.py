@@ -44,5 +44,5 @@ def careful_kernel(
                             tile, pair % kv_heads, pair // kv_heads, q, k, v, do, lse, None, delta, dk, dv, qs, ks, vs,
                             dos, dks, dvs, stats, 0, 0, len_q, len_k, heads, group, scale, qk_scale, 0.0, None,
                             (0, 0, 0, 0), None, (0, 0), None, 0, 1.0, None, (0, 0, 0), m, KEEP, REACH_Q, D, D, 64, 64,
-                            D, D, UNIT, False, WIDE, False, "ieee", True,
+                            D, D, UNIT, False, WIDE, False, "ieee", False, True,
                         )  # fmt: skip
