@@ -110,11 +110,20 @@ def test_refuses(name, anywhere):
     assert reasons(anywhere, request(**given)) == [why]
 
 
-def test_refuses_ragged_sequences(anywhere):
+def test_takes_ragged_sequences(anywhere):
     q, k = make(30, 4, 64), make(40, 2, 64)
     cu = torch.tensor([0, 30], dtype=torch.int32), torch.tensor([0, 40], dtype=torch.int32)
-    r = request(q=q, k=k, v=k, ragged=Ragged(*cu, 30, 40))
-    assert reasons(anywhere, r) == ["does not take ragged sequences (cu_seqlens)"]
+    ragged = {"q": q, "k": k, "v": k, "ragged": Ragged(*cu, 30, 40)}
+    both = masks.causal("bottom_right") & masks.window(5, None)  # the window takes the alignment of the other
+    for mask in (None, masks.causal(), masks.causal("bottom_right"), both, LENGTHS):
+        assert reasons(anywhere, request(**ragged, mask=mask)) == []
+    mixed = masks.causal("bottom_right") & masks.window(5, None, "top_left")
+    assert reasons(anywhere, request(**ragged, mask=mixed)) == [
+        f"takes bands of one alignment in ragged sequences; got {mixed!r}"
+    ]
+    assert [launch.skewed(m) for m in (None, masks.causal(), both, masks.causal(3), mixed)] == [
+        False, False, True, False, None,
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -214,6 +223,12 @@ def test_visits_the_tiles_of_the_tile_map():
             # not many more than are needed: one that keeps nothing if there is none, one at an end of the range
             assert n <= max(int((table[row] != EMPTY).sum()), 1) + 1
             assert full >= int((table[row] == FULL).sum()) - 1, "the last may be cut by the end of the keys"
+
+
+def test_few_queries_of_many_heads_share_a_tile():
+    """Never more tiles than without, and where queries fill tiles of their own, those."""
+    assert [config.packed(n, 8) for n in (1, 5, 16, 100, 128, 200, 257, 1000, 4096)] == [8, 8, 8, 8, 1, 8, 8, 1, 1]
+    assert [config.packed(1, group) for group in (1, 3, 6, 12, 71, 128)] == [1, 1, 2, 4, 1, 64]
 
 
 def test_every_tile_is_worked_on_once():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Grads, Output, Saved
-from ...masks import All, Band, Lengths, Mask
-from ...request import NEG_INF, Request
+from ...masks import BOTTOM_RIGHT, All, Band, Lengths, Mask
+from ...request import Request
 from . import config
 
 if TYPE_CHECKING:
@@ -57,6 +57,22 @@ def kept(mask: Mask | None, len_q: int, len_k: int) -> Kept | None:
     return total
 
 
+def skewed(mask: Mask | None) -> bool | None:
+    """Whether bands lie on the diagonal to the bottom right, which each ragged sequence has elsewhere; None: only some.
+
+    ``kept`` for lengths of 0 has such bands on the main diagonal.
+    """
+    aligned = {b.align == BOTTOM_RIGHT for b in _bands(mask)}
+    return None if len(aligned) > 1 else aligned == {True}
+
+
+def _bands(mask: Mask | None) -> Iterator[Band]:
+    if isinstance(mask, Band) and (mask.left, mask.right) != (None, None):
+        yield mask
+    for term in mask.terms if isinstance(mask, All) else ():
+        yield from _bands(term)
+
+
 def ends(keep: Kept) -> tuple[int, int, bool, bool]:
     """low, high, and which of them there are."""
     low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
@@ -65,6 +81,11 @@ def ends(keep: Kept) -> tuple[int, int, bool, bool]:
 
 def _both(pick: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else pick(a, b)
+
+
+def planes(r: Request, x: Tensor) -> Tensor:
+    """An input or output of a request as (B, H, L, D): all of a ragged batch is one entry."""
+    return x if r.ragged is None else x.transpose(0, 1)[None]
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
@@ -110,36 +131,29 @@ def _counter(device: torch.device) -> Tensor:
     return _counters[key]
 
 
-def tiled(x: Tensor, rows: int, columns: int | None = None) -> Tiled:
-    """A (B, H, L, D) tensor in tiles of so many rows and columns; None: a power of two that all fit in."""
+def tiled(x: Tensor, rows: int, columns: int | None = None, heads: int = 1) -> Tiled:
+    """A (B, H, L, D) tensor in tiles of so many rows, of so many heads, and columns; None: a power of two for all."""
     from ..triton.start import Tiled
 
-    return Tiled(x, tuple(x.shape), strides(x), (1, 1, rows, columns or config.padded(x.shape[3])))
+    block = 1, heads, rows // heads, columns or config.padded(x.shape[3])
+    return Tiled(x, tuple(x.shape), strides(x), block)
 
 
 def forward(r: Request) -> Output:
-    """Launch the forward."""
+    """Launch the forward. Where there is nothing to multiply, ``triton`` fills in what that gives."""
+    from ..triton import forward
     from ..triton.launch import decided_by, inputs
     from ..triton.repeat import repeated
 
-    if r.q.numel() == 0 or r.k.numel() == 0:
-        return _without_pairs(r)
+    if r.q.numel() == 0 or r.k.numel() == 0 or 0 in (r.batch, r.len_q, r.len_k):
+        return forward.forward(r)
     about = decided_by(r)
     with torch.cuda.device(r.device):
-        counter = None if r.mask is None else _counter(r.device)  # without a mask all tiles take as long
+        alike = r.mask is None and r.ragged is None  # all tiles take as long
+        counter = None if alike else _counter(r.device)
         given = (*inputs(r), counter)
         made = repeated(about and ("hopper forward", *about), given, r.device, partial(_forward, r, counter))
     return Output(*made)  # type: ignore[arg-type]
-
-
-def _without_pairs(r: Request) -> Output:
-    o = Output(r.new_out().zero_(), r.new_stats(), r.new_stats() if r.want_max_logits else None)
-    for x in (o.lse, o.max_logits):
-        if x is not None:
-            x.fill_(NEG_INF)
-    if r.sinks is not None and o.lse is not None:
-        o.lse.copy_(r.sinks[:, None])
-    return o
 
 
 def _forward(r: Request, counter: Tensor | None, work: Work) -> Output:
@@ -147,28 +161,51 @@ def _forward(r: Request, counter: Tensor | None, work: Work) -> Output:
 
     out, lse = work.made(r.new_out()), work.made(r.new_stats())
     top = work.made(r.new_stats()) if r.want_max_logits else None
-    keep = kept(r.mask, r.len_q, r.len_k)
+    o = Output(out, lse, top)
+    lengths_known = r.ragged is None
+    keep = kept(r.mask, r.len_q, r.len_k) if lengths_known else kept(r.mask, 0, 0)
     assert keep is not None
     low, high, left, right = ends(keep)
-    masked = left or right or keep.lengths is not None
+    masked = left or right or keep.lengths is not None or not lengths_known
     cfg = config.choose(r.dim, r.dim_v, masked, left)
-    tiles = -(-r.len_q // config.BLOCK_M)
-    pairs = r.batch * r.heads
-    section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group
+    heads = config.packed(r.len_q if lengths_known else r.q.shape[0] // r.batch, r.group)
+    rows = config.BLOCK_M // heads
+    if lengths_known:
+        tiles, pairs = -(-r.len_q // rows), r.batch * r.heads // heads
+    else:
+        tiles, pairs = r.q.shape[0] // rows + r.batch, r.heads // heads  # at most
+    section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group // heads
     qk_scale, cap = (r.scale, None) if r.softcap is None else (r.softcap, 2 * _LOG2E * r.scale / r.softcap)
     lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
-    q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
+    q, k, v = (aligned(planes(r, x)) for x in (r.q, r.k, r.v))
+    to = tiled(planes(r, out), config.ROWS, config.stored(config.padded(r.dim_v)), heads)
     args = (
-        tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n),
-        tiled(out, config.ROWS, config.stored(config.padded(r.dim_v))), lse, top, r.sinks, lengths,
-        counter if masked else None, r.heads, r.group, r.len_q, r.len_k, tiles, pairs, min(section, pairs),
-        tiles * pairs, low, high, qk_scale * _LOG2E, cap, q, k, v, *strides(q), *strides(k), *strides(v),
+        tiled(q, config.ROWS, heads=heads), tiled(k, cfg.block_n), tiled(v, cfg.block_n), to, lse, top, r.sinks,
+        lengths, counter if masked else None, r.heads // heads, r.group // heads, r.len_q, r.len_k, tiles, pairs,
+        min(section, pairs), tiles * pairs, low, high, qk_scale * _LOG2E, cap, q, k, v, *strides(q), *strides(k),
+        *strides(v), *_items(r, o, tiles, rows, to.strides, work),
     )  # fmt: skip
     work.launch(
-        forward_kernel, min(processors(r.device), tiles * pairs), args, D=r.dim, DV=r.dim_v, BLOCK_N=cfg.block_n,
-        STAGES=cfg.stages, WIDE=cfg.wide, TURNS=cfg.turns, LEFT=left, RIGHT=right,
+        forward_kernel, min(processors(r.device), tiles * pairs), args, D=r.dim, DV=r.dim_v, HEADS=heads,
+        BLOCK_N=cfg.block_n, STAGES=cfg.stages, WIDE=cfg.wide, TURNS=cfg.turns, LEFT=left, RIGHT=right,
     )  # fmt: skip
-    return Output(out, lse, top)
+    return o
+
+
+def _items(r: Request, o: Output, most: int, tile: int, out_strides: tuple[int, ...], work: Work) -> tuple:
+    """What the kernel is told of a ragged batch, its list of tiles of so many rows among it; nothing of another one."""
+    if r.ragged is None:
+        return (None,) * 8
+    from .ragged import CHUNK, ROWS, items_kernel
+
+    cu_q, cu_k, rows = r.ragged.cu_q, r.ragged.cu_k, r.q.shape[0]
+    items = work.made(torch.empty(1 + 2 * most, dtype=torch.int32, device=r.device))
+    args = cu_q, cu_k, items, o.out, o.lse, o.max_logits, r.batch, rows, r.heads, o.out.stride()
+    work.launch(
+        items_kernel, r.batch - (-rows // ROWS), args, DV=r.dim_v, BLOCK_DV=config.padded(r.dim_v),
+        BLOCK_M=tile, CHUNK=CHUNK, ROWS=ROWS,
+    )  # fmt: skip
+    return cu_q, cu_k, items, int(bool(skewed(r.mask))), rows, o.out, out_strides[1], out_strides[2]
 
 
 def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
@@ -194,7 +231,7 @@ def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
 
 def own_backward(r: Request) -> bool:
     """Whether there is a backward kernel here for what the forward takes. Sinks are in its lse."""
-    return r.dim == r.dim_v and r.dim in config.BACKWARD_DIMS and r.softcap is None
+    return r.dim == r.dim_v and r.dim in config.BACKWARD_DIMS and r.softcap is None and r.ragged is None
 
 
 def _backward(r: Request, saved: Saved, work: Work) -> tuple[Tensor, ...]:
