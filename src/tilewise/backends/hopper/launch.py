@@ -177,10 +177,11 @@ def _forward(r: Request, counter: Tensor | None, work: Work) -> Output:
     section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group // heads
     qk_scale, cap = (r.scale, None) if r.softcap is None else (r.softcap, 2 * _LOG2E * r.scale / r.softcap)
     lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
+    sinks = None if r.sinks is None else r.sinks.contiguous()
     q, k, v = (aligned(planes(r, x)) for x in (r.q, r.k, r.v))
     to = tiled(planes(r, out), config.ROWS, config.stored(config.padded(r.dim_v)), heads)
     args = (
-        tiled(q, config.ROWS, heads=heads), tiled(k, cfg.block_n), tiled(v, cfg.block_n), to, lse, top, r.sinks,
+        tiled(q, config.ROWS, heads=heads), tiled(k, cfg.block_n), tiled(v, cfg.block_n), to, lse, top, sinks,
         lengths, counter if masked else None, r.heads // heads, r.group // heads, r.len_q, r.len_k, tiles, pairs,
         min(section, pairs), tiles * pairs, low, high, qk_scale * _LOG2E, cap, q, k, v, *strides(q), *strides(k),
         *strides(v), *_items(r, o, tiles, rows, to.strides, work),
@@ -195,7 +196,7 @@ def _forward(r: Request, counter: Tensor | None, work: Work) -> Output:
 def _items(r: Request, o: Output, most: int, tile: int, out_strides: tuple[int, ...], work: Work) -> tuple:
     """What the kernel is told of a ragged batch, its list of tiles of so many rows among it; nothing of another one."""
     if r.ragged is None:
-        return (None,) * 8
+        return (*(None,) * 6, 0, 0)
     from .ragged import CHUNK, ROWS, items_kernel
 
     cu_q, cu_k, rows = r.ragged.cu_q, r.ragged.cu_k, r.q.shape[0]
