@@ -483,7 +483,8 @@ TOOLS = ("memcheck", "racecheck")
 # Backends that take only some calls: the cases for them, by the words that make them up.
 ONLY: dict[str, frozenset[str]] = {
     "hopper": frozenset({
-        "causal", "window", "softcap", "sinks", "padding", "D=64", "64", "128", "bf16", "bfloat16", "float16", *TOOLS,
+        "causal", "window", "softcap", "sinks", "ragged", "padding", "D=64", "64", "128", "bf16", "bfloat16", "float16",
+        *TOOLS,
     })
 }  # fmt: skip
 

@@ -110,11 +110,20 @@ def test_refuses(name, anywhere):
     assert reasons(anywhere, request(**given)) == [why]
 
 
-def test_refuses_ragged_sequences(anywhere):
+def test_takes_ragged_sequences(anywhere):
     q, k = make(30, 4, 64), make(40, 2, 64)
     cu = torch.tensor([0, 30], dtype=torch.int32), torch.tensor([0, 40], dtype=torch.int32)
-    r = request(q=q, k=k, v=k, ragged=Ragged(*cu, 30, 40))
-    assert reasons(anywhere, r) == ["does not take ragged sequences (cu_seqlens)"]
+    ragged = {"q": q, "k": k, "v": k, "ragged": Ragged(*cu, 30, 40)}
+    both = masks.causal("bottom_right") & masks.window(5, None)  # the window takes the alignment of the other
+    for mask in (None, masks.causal(), masks.causal("bottom_right"), both, LENGTHS):
+        assert reasons(anywhere, request(**ragged, mask=mask)) == []
+    mixed = masks.causal("bottom_right") & masks.window(5, None, "top_left")
+    assert reasons(anywhere, request(**ragged, mask=mixed)) == [
+        f"takes bands of one alignment in ragged sequences; got {mixed!r}"
+    ]
+    assert [launch.skewed(m) for m in (None, masks.causal(), both, masks.causal(3), mixed)] == [
+        False, False, True, False, None,
+    ]  # fmt: skip
 
 
 @pytest.fixture

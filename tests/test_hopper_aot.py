@@ -38,6 +38,7 @@ CASES = [*itertools.product(config.BACKWARD_DIMS, MASKS)]
 FORWARDS = [(d, d, m) for d, m in CASES] + [(256, 256, m) for m in MASKS]
 FORWARDS += [(96, 96, "causal"), (192, 192, "full"), (192, 128, "causal"), (64, 256, "window"), (256, 64, "all")]
 EXTRAS = {"softcap": ("softcap",), "sinks": ("sinks", "right"), "both": ("softcap", "sinks", "left", "right")}
+EXTRAS |= {"ragged": ("ragged",), "ragged, causal": ("ragged", "right")}
 EXTRAS |= {"all and both": ("softcap", "sinks", "left", "right", "lengths")}
 FORWARDS += [(d, d, m) for d, m in itertools.product((64, 128, 256), EXTRAS)]
 
@@ -66,7 +67,8 @@ def compile_forward(
     dim: int, dim_v: int, asked: tuple[str, ...], dtype: str, top: bool
 ) -> "triton.compiler.CompiledKernel":
     """What ``launch.forward`` launches for a request."""
-    masked = bool({"left", "right", "lengths"} & set(asked))
+    ragged = "ragged" in asked
+    masked = bool({"left", "right", "lengths", "ragged"} & set(asked))
     cfg = config.choose(dim, dim_v, masked, "left" in asked)
     m, n = config.ROWS, cfg.block_n
     d, dv = config.padded(dim), config.padded(dim_v)
@@ -79,9 +81,12 @@ def compile_forward(
     types |= {"sinks": "*fp32"} if "sinks" in asked else {}
     types |= {"lengths": "*i64"} if "lengths" in asked else {}
     types |= {"counter": "*i32"} if masked else {}
+    packed = {"cu_q": "*i32", "cu_k": "*i32", "items": "*i32", "skew": "i32", "rows": "i32", "o_ptr": f"*{dtype}"}
+    packed |= {"o_h": "i64", "o_l": "i64"}
+    types |= packed if ragged else {}
     constants = {"D": dim, "DV": dim_v, "BLOCK_N": cfg.block_n, "STAGES": cfg.stages, "WIDE": cfg.wide}
     constants |= {"TURNS": cfg.turns, "LEFT": "left" in asked, "RIGHT": "right" in asked}
-    constants |= {x: None for x in ("top", "cap", "sinks", "lengths", "counter") if x not in types}
+    constants |= {x: None for x in ("top", "cap", "sinks", "lengths", "counter", *packed) if x not in types}
     return compiled(forward_kernel, types, constants)
 
 

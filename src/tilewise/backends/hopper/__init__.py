@@ -1,9 +1,10 @@
 """The backend ``hopper``: forward and backward as warp-specialised kernels in Gluon, for the H100 and the H200.
 
-It takes what fills those GPUs: bf16 and fp16, head dims from 64 to 256, full attention, bands and key lengths, softcap
-and sinks. The backward is its own for head dims 64 and 128, those of the values the same, without a softcap and where
-all of dQ, dK and dV are asked for; else it is that of ``triton``. Gluon is an experimental language of Triton, and its
-compiler decides whether a kernel is fast: a version of Triton counts as known once the kernels were measured with it.
+It takes what fills those GPUs: bf16 and fp16, head dims from 64 to 256, full attention, bands and key lengths, softcap,
+sinks and ragged sequences. The backward is its own for head dims 64 and 128, those of the values the same, without a
+softcap and ragged sequences, and where all of dQ, dK and dV are asked for; else it is that of ``triton``. Gluon is an
+experimental language of Triton, and its compiler decides whether a kernel is fast: a version of Triton counts as known
+once the kernels were measured with it.
 
 This module imports without Triton; the kernels are imported when the first request runs.
 """
@@ -28,7 +29,7 @@ class HopperBackend(Backend):
     summary = "warp-specialised kernels for H100 and H200: 16 bits, head dims 64 to 256, bands, key lengths"
     devices = ("cuda",)
     dtypes = (torch.bfloat16, torch.float16)
-    features = frozenset({"mask", "lse", "max_logits", "gqa", "dim_v", "softcap", "sinks"})
+    features = frozenset({"mask", "lse", "max_logits", "gqa", "dim_v", "softcap", "sinks", "varlen"})
 
     def limits(self, r: Request) -> list[Reason]:
         reasons = machine(r.device) if r.device.type == "cuda" else []
@@ -39,15 +40,16 @@ class HopperBackend(Backend):
             reasons.append(Reason(f"takes a softcap up to {config.LARGEST_CAP}, got {r.softcap}"))
         if not 0 < r.scale < float("inf"):
             reasons.append(Reason(f"takes a finite scale > 0, got {r.scale}"))
-        if r.ragged is None:
-            if launch.kept(r.mask, r.len_q, r.len_k) is None:
-                why = "takes bands (causal, window) and key lengths padded on the right, joined by &"
-                reasons.append(Reason(f"{why}; got {r.mask!r}"))
-            for name, x in (("query", r.q), ("key", r.k), ("value", r.v)):
-                if not launch.describable(x):
-                    why = f"needs {name} with a last stride of 1, its other strides and its offset multiples of 8"
-                    got = f"got strides {x.stride()} and offset {launch.offset(x)}"
-                    reasons.append(Reason(f"{why} and above 0, {got}", f"{name}.contiguous()"))
+        if launch.kept(r.mask, r.len_q, r.len_k) is None:
+            why = "takes bands (causal, window) and key lengths padded on the right, joined by &"
+            reasons.append(Reason(f"{why}; got {r.mask!r}"))
+        if r.ragged is not None and launch.skewed(r.mask) is None:
+            reasons.append(Reason(f"takes bands of one alignment in ragged sequences; got {r.mask!r}"))
+        for name, x in (("query", r.q), ("key", r.k), ("value", r.v)):
+            if not launch.describable(launch.planes(r, x)):
+                why = f"needs {name} with a last stride of 1, its other strides and its offset multiples of 8"
+                got = f"got strides {x.stride()} and offset {launch.offset(x)}"
+                reasons.append(Reason(f"{why} and above 0, {got}", f"{name}.contiguous()"))
         return reasons
 
     def forward(self, r: Request) -> Output:

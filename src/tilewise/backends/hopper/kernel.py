@@ -79,16 +79,47 @@ def span(r0, r1, end, low, high, BLOCK: gl.constexpr, LEFT: gl.constexpr, RIGHT:
 
 
 @gluon.jit
-def work(t, z, lengths, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def sequence(b, z, ragged):
+    """Sequence b of a ragged batch: its first query and key, and ``Sizes`` with its lengths and its diagonal."""
+    if ragged[2] is None:
+        return 0, 0, z
+    else:
+        cu_q, cu_k, skew = ragged[0], ragged[1], ragged[3]
+        first_q, first_k = gl.load(cu_q + b), gl.load(cu_k + b)
+        len_q, len_k = gl.load(cu_q + b + 1) - first_q, gl.load(cu_k + b + 1) - first_k
+        down = skew * (len_k - len_q)
+        own = Sizes(
+            z.heads, z.group, len_q, len_k, z.n_m, z.pairs, z.section, z.low + down, z.high + down
+        )  # fmt: skip
+        return first_q, first_k, own
+
+
+@gluon.jit
+def work(t, z, lengths, ragged, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Work item t as (first row, batch entry, head, end of the keys, and its ``span``)."""
-    m, pair = place(t, z.n_m, z.pairs, z.section, RIGHT)
-    b = pair // z.heads
+    m, pair = place(t, z.n_m, z.pairs, z.section, RIGHT or ragged[2] is not None)
+    if ragged[2] is None:
+        b = pair // z.heads
+        h = pair - b * z.heads
+    else:
+        item = ragged[2] + 1 + 2 * max(min(m, z.n_m - 1), 0)
+        b, m, h = gl.load(item), gl.load(item + 1), pair
+    _first_q, _first_k, own = sequence(b, z, ragged)
     row = m * BLOCK_M
-    end = z.len_k
+    end = own.len_k
     if lengths is not None:
         end = max(min(gl.load(lengths + b).to(gl.int32), end), 0)
-    last, right, full, n = span(row, min(row + BLOCK_M, z.len_q) - 1, end, z.low, z.high, BLOCK_N, LEFT, RIGHT)
-    return row, b, pair - b * z.heads, end, last, right, full, n
+    last, right, full, n = span(row, min(row + BLOCK_M, own.len_q) - 1, end, own.low, own.high, BLOCK_N, LEFT, RIGHT)
+    return row, b, h, end, last, right, full, n
+
+
+@gluon.jit
+def plane(b, ragged):
+    """Batch entry b as TMA counts: a ragged batch is one."""
+    if ragged[2] is None:
+        return b
+    else:
+        return 0
 
 
 # --- turns --------------------------------------------------------------------------------------
@@ -112,21 +143,23 @@ def hand_over(W: gl.constexpr, TURNS: gl.constexpr):
 
 @gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, z, n_tiles, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, ragged, z, n_tiles, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     it = gl.to_tensor(0)
     done = gl.to_tensor(0)
     t = gl.program_id(0)
     while t < n_tiles:
-        row, b, h, _end, last, _right, _full, n = work(t, z, lengths, BLOCK_N, LEFT, RIGHT)
+        row, b, h, _end, last, _right, _full, n = work(t, z, lengths, ragged, BLOCK_N, LEFT, RIGHT)
+        first_q, first_k, _own = sequence(b, z, ragged)
+        b = plane(b, ragged)
         for w in gl.static_range(2):
             mbarrier.wait(q.empty.index(w), (done & 1) ^ 1)
-            fetch(q_desc, b, h, row + w * ROWS, q, w, ROWS, padded(D))
+            fetch(q_desc, b, h, first_q + row + w * ROWS, q, w, ROWS, padded(D))
         kv = h // z.group
         for j in range(n):
             slot = it % STAGES
-            at = (last - 1 - j) * BLOCK_N
+            at = first_k + (last - 1 - j) * BLOCK_N
             await_empty(k, it, STAGES)
             fetch(k_desc, b, kv, at, k, slot, BLOCK_N, padded(D))
             await_empty(v, it, STAGES)
@@ -270,6 +303,12 @@ def load_sink(sinks, h):
     return gl.load(sinks + h).to(gl.float32) / LN2
 
 
+@gluon.constexpr_function
+def rows_layout(columns):
+    """Of rows as they lie in memory: 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def halves(x):
     """The left and the right half of the columns of a tile in the registers of a warp group: none move."""
@@ -280,22 +319,32 @@ def halves(x):
 
 
 @gluon.jit
-def store_part(o_desc, o_s, W: gl.constexpr, x, b, h, i0, column: gl.constexpr):
-    """Rows i0 .. i0 + 64 of the output from a column on, once the buffer is free."""
+def store_part(o_desc, o_s, W: gl.constexpr, x, place, h, i0, column: gl.constexpr, own, ragged, DV: gl.constexpr):
+    """Rows i0 .. i0 + 64 of the output from a column on, once the buffer is free. place: (batch entry, first row)."""
     tma.store_wait(0)
-    staged(matrix(o_s, W), x.to(o_s.dtype))
-    tma.async_copy_shared_to_global(o_desc, [b, h, i0, column], o_s.index(W))
+    stage = staged(matrix(o_s, W), x.to(o_s.dtype))
+    if ragged[2] is None:
+        tma.async_copy_shared_to_global(o_desc, [place[0], h, i0, column], o_s.index(W))
+    elif i0 + ROWS <= own.len_q:
+        tma.async_copy_shared_to_global(o_desc, [0, h, place[1] + i0, column], o_s.index(W))
+    else:  # TMA would go on, into the next sequence
+        out, o_h, o_l = ragged[5], ragged[6], ragged[7]
+        LAYOUT: gl.constexpr = rows_layout(o_s.shape[4])
+        rows = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        channels = column + gl.arange(0, o_s.shape[4], gl.SliceLayout(0, LAYOUT))
+        at = out + h * o_h + (place[1] + rows).to(gl.int64)[:, None] * o_l + channels[None, :]
+        gl.store(at, stage.load(LAYOUT), mask=(rows < own.len_q)[:, None] & (channels < DV)[None, :])
 
 
 @gluon.jit
-def store_out(o_desc, o_s, W: gl.constexpr, acc, b, h, i0):
+def store_out(o_desc, o_s, W: gl.constexpr, acc, place, h, i0, own, ragged, DV: gl.constexpr):
     """Rows i0 .. i0 + 64 of the output. Where not all columns fit the buffer it takes two turns."""
     if acc.shape[1] == o_s.shape[4]:
-        store_part(o_desc, o_s, W, acc, b, h, i0, 0)
+        store_part(o_desc, o_s, W, acc, place, h, i0, 0, own, ragged, DV)
     else:
         left, right = halves(acc)
-        store_part(o_desc, o_s, W, left, b, h, i0, 0)
-        store_part(o_desc, o_s, W, right, b, h, i0, o_s.shape[4])
+        store_part(o_desc, o_s, W, left, place, h, i0, 0, own, ragged, DV)
+        store_part(o_desc, o_s, W, right, place, h, i0, o_s.shape[4], own, ragged, DV)
 
 
 # --- beside things that are not numbers -----------------------------------------------------------
@@ -312,7 +361,7 @@ def store_out(o_desc, o_s, W: gl.constexpr, acc, b, h, i0):
 def load_rows(x, first, length, stride, D: gl.constexpr):
     """Rows first .. first + 64 of a (length, D) matrix, 0 beyond its edges."""
     COLS: gl.constexpr = padded(D)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = rows_layout(COLS)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     channels = gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
     at = x + rows.to(gl.int64)[:, None] * stride + channels[None, :]
@@ -384,15 +433,19 @@ def careful(
 
 
 @gluon.jit
-def row_stats(x, b, h, i0, z):
-    """Address of row i0 of a (B, H, Lq) statistic."""
-    return x + (b * z.heads + h).to(gl.int64) * z.len_q + i0
+def row_stats(x, place, h, i0, z, ragged):
+    """Address of row i0 of a statistic (B, H, Lq), or (H, T) of a ragged batch."""
+    if ragged[2] is None:
+        return x + (place[0] * z.heads + h).to(gl.int64) * z.len_q + i0
+    else:
+        return x + h.to(gl.int64) * ragged[4] + place[1] + i0
 
 
 @gluon.jit
 def again(
-    chain, W: gl.constexpr, o_desc, q_ring, k_ring, v_ring, o_s, lse, sinks, lengths, z, qk_scale, cap, pointers,
-    strides, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    chain, W: gl.constexpr, o_desc, q_ring, k_ring, v_ring, o_s, lse, sinks, lengths, ragged, z, qk_scale, cap,
+    pointers, strides, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
 ):  # fmt: skip
     """The tiles of a chain, carefully."""
     ROW: gl.constexpr = gl.SliceLayout(1, wgmma_layout(padded(DV)))
@@ -405,29 +458,33 @@ def again(
     k_s = matrix(k_ring.data, mine).slice(0, ROWS, dim=0)
     v_s = matrix(v_ring.data, mine).slice(0, ROWS, dim=0)
     while chain > 0:
-        row, b, h, end, last, _right, _full, n = work(chain - 1, z, lengths, BLOCK_N, LEFT, RIGHT)
+        row, b, h, end, last, _right, _full, n = work(chain - 1, z, lengths, ragged, BLOCK_N, LEFT, RIGHT)
+        first_q, first_k, own = sequence(b, z, ragged)
+        place = plane(b, ragged), first_q
         i0 = row + W * ROWS
         kv = h // z.group
-        at = row_stats(lse, b, h, i0, z)
+        at = row_stats(lse, place, h, i0, z, ragged)
         chain = gl.load(at).to(gl.int32, bitcast=True)
         sink = None
         if sinks is not None:
             sink = load_sink(sinks, h)
         acc, row_lse = careful(
-            q + b * strides[0] + h * strides[1], k + b * strides[3] + kv * strides[4],
-            v + b * strides[6] + kv * strides[7], strides[2], strides[5], strides[8], q_s, k_s, v_s, i0,
-            (last - n) * BLOCK_N, gl.minimum(end, last * BLOCK_N), z, qk_scale, cap, sink, D, DV, LEFT, RIGHT,
+            q + place[0] * strides[0] + h * strides[1] + first_q * strides[2],
+            k + place[0] * strides[3] + kv * strides[4] + first_k * strides[5],
+            v + place[0] * strides[6] + kv * strides[7] + first_k * strides[8], strides[2], strides[5], strides[8], q_s,
+            k_s, v_s, i0, (last - n) * BLOCK_N, gl.minimum(end, last * BLOCK_N), own, qk_scale, cap, sink, D, DV, LEFT,
+            RIGHT,
         )  # fmt: skip
-        store_out(o_desc, o_s, W, acc, b, h, i0)
+        store_out(o_desc, o_s, W, acc, place, h, i0, own, ragged, DV)
         rows = gl.arange(0, ROWS, ROW)
-        gl.store(at + rows, row_lse, mask=i0 + rows < z.len_q)
+        gl.store(at + rows, row_lse, mask=i0 + rows < own.len_q)
 
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, o_desc, q_ring, k, v, o_s, ids, lse, top, sinks, lengths, z, n_tiles, qk_scale, cap, pointers,
-    strides, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DYNAMIC: gl.constexpr,
+    W: gl.constexpr, o_desc, q_ring, k, v, o_s, ids, lse, top, sinks, lengths, ragged, z, n_tiles, qk_scale, cap,
+    pointers, strides, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = wgmma_layout(BLOCK_N)
     O_LAYOUT: gl.constexpr = wgmma_layout(padded(DV))
@@ -436,13 +493,15 @@ def consumer(
     q = matrix(q_ring.data, W)
     it = gl.to_tensor(0)
     done = gl.to_tensor(0)
-    HIDES: gl.constexpr = LEFT or RIGHT or lengths is not None
+    HIDES: gl.constexpr = LEFT or RIGHT or lengths is not None or ragged[2] is not None
     chain = gl.to_tensor(0)
     if W == 1:
         hand_over(1, TURNS)  # the first turn is that of consumer 0
     t = gl.program_id(0)
-    row, b, h, end, last, right, full, n = work(t, z, lengths, BLOCK_N, LEFT, RIGHT)
+    row, b, h, end, last, right, full, n = work(t, z, lengths, ragged, BLOCK_N, LEFT, RIGHT)
     while t < n_tiles:
+        first_q, _first_k, own = sequence(b, z, ragged)
+        place = plane(b, ragged), first_q
         i0 = row + W * ROWS
         j0 = (last - 1) * BLOCK_N
         mbarrier.wait(q_ring.full.index(W), done & 1)
@@ -455,7 +514,7 @@ def consumer(
         s = warpgroup_mma_wait(0, deps=[s_run])
         hand_over(W, TURNS)
         release(k, slot)
-        s = mask(capped(s, cap), j0, i0, end, z, BLOCK_N, LEFT, RIGHT)
+        s = mask(capped(s, cap), j0, i0, end, own, BLOCK_N, LEFT, RIGHT)
         m_i = gl.maximum(row_max(s, BLOCK_N) * qk_scale, LOWEST)
         p_wide = gl.exp2(s * qk_scale - m_i[:, None])
         l_i = row_sum(p_wide, BLOCK_N)
@@ -467,7 +526,7 @@ def consumer(
         for j in range(1, n):
             acc, p_wide, l_i, m_i = fold(
                 acc, p_wide, l_i, m_i, it, j, n, (j < right) | (j >= right + full), j0 - j * BLOCK_N, i0, end, q, k, v,
-                z, qk_scale, cap, W, BLOCK_N, STAGES, WIDE, TURNS, LEFT, RIGHT,
+                own, qk_scale, cap, W, BLOCK_N, STAGES, WIDE, TURNS, LEFT, RIGHT,
             )  # fmt: skip
             it += 1
 
@@ -486,7 +545,7 @@ def consumer(
         else:
             t_next = t + gl.num_programs(0)
         row, b_next, h_next, end, last, right, full, n = work(
-            gl.minimum(t_next, n_tiles - 1), z, lengths, BLOCK_N, LEFT, RIGHT
+            gl.minimum(t_next, n_tiles - 1), z, lengths, ragged, BLOCK_N, LEFT, RIGHT
         )
         acc = warpgroup_mma_wait(0, deps=[acc_run])
         sums = gl.convert_layout(gl.sum(l_i, 1), ROW)
@@ -495,27 +554,27 @@ def consumer(
 
         m = gl.convert_layout(m_i, ROW)
         rows = gl.arange(0, ROWS, ROW)
-        inside = i0 + rows < z.len_q
+        inside = i0 + rows < own.len_q
         row_lse, weight = finished(m, sums, sink)
         odd = i0 < 0
         if HIDES:
-            odd = is_odd(acc) & (i0 < z.len_q)
+            odd = is_odd(acc) & (i0 < own.len_q)
             if odd:
                 row_lse = gl.where(rows == 0, chain.to(gl.float32, bitcast=True), row_lse)
                 chain = t + 1
-        gl.store(row_stats(lse, b, h, i0, z) + rows, row_lse, mask=inside)
+        gl.store(row_stats(lse, place, h, i0, z, ragged) + rows, row_lse, mask=inside)
         if top is not None:  # a maximum passes NaN by, the sum does not
             most = gl.where(sums == 0, -INF, gl.where((sums != sums) & (m != INF), sums, m * LN2))
-            gl.store(row_stats(top, b, h, i0, z) + rows, most, mask=inside)
+            gl.store(row_stats(top, place, h, i0, z, ragged) + rows, most, mask=inside)
         if not odd:
-            store_out(o_desc, o_s, W, acc * weight[:, None], b, h, i0)
+            store_out(o_desc, o_s, W, acc * weight[:, None], place, h, i0, own, ragged, DV)
 
         t, b, h = t_next, b_next, h_next
         done += 1
     if HIDES:
         again(
-            chain, W, o_desc, q_ring, k, v, o_s, lse, sinks, lengths, z, qk_scale, cap, pointers, strides, BLOCK_N, D,
-            DV, LEFT, RIGHT,
+            chain, W, o_desc, q_ring, k, v, o_s, lse, sinks, lengths, ragged, z, qk_scale, cap, pointers, strides,
+            BLOCK_N, D, DV, LEFT, RIGHT,
         )  # fmt: skip
     tma.store_wait(0)
 
@@ -524,15 +583,16 @@ def consumer(
 @gluon.jit(
     do_not_specialize=[
         "lengths", "sinks", "counter", "heads", "group", "len_q", "len_k", "n_m", "pairs", "section", "n_tiles", "low",
-        "high", "q_b", "q_h", "q_l", "k_b", "k_h", "k_l", "v_b", "v_h", "v_l",
+        "high", "q_b", "q_h", "q_l", "k_b", "k_h", "k_l", "v_b", "v_h", "v_l", "cu_q", "cu_k", "items", "skew", "rows",
+        "o_h", "o_l",
     ]
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse, top, sinks, lengths, counter, heads, group, len_q, len_k, n_m, pairs, section,
     n_tiles, low, high, qk_scale, cap, q_ptr, k_ptr, v_ptr, q_b: gl.int64, q_h: gl.int64, q_l: gl.int64,
-    k_b: gl.int64, k_h: gl.int64, k_l: gl.int64, v_b: gl.int64, v_h: gl.int64, v_l: gl.int64, D: gl.constexpr,
-    DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    k_b: gl.int64, k_h: gl.int64, k_l: gl.int64, v_b: gl.int64, v_h: gl.int64, v_l: gl.int64, cu_q, cu_k,
+    items, skew, rows, o_ptr, o_h: gl.int64, o_l: gl.int64, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     q = ring(tiles(q_desc, 2, ROWS, padded(D)), 2, 1)
     k = ring(tiles(k_desc, STAGES, BLOCK_N, padded(D)), STAGES, 2)
@@ -540,24 +600,28 @@ def forward_kernel(
     o_s = tiles(o_desc, 2, ROWS, stored(padded(DV)))
     ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 2)
     fence_async_shared()
+    ragged = cu_q, cu_k, items, skew, rows, o_ptr, o_h, o_l  # all of them None without
+    if items is not None:
+        n_m = gl.load(items)
+        n_tiles = n_m * pairs
     z = Sizes(heads, group, len_q, len_k, n_m, pairs, section, low, high)
     pointers, strides = (q_ptr, k_ptr, v_ptr), (q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l)
     gl.warp_specialize(
         [
             (
                 consumer,
-                (0, o_desc, q, k, v, o_s, ids, lse, top, sinks, lengths, z, n_tiles, qk_scale, cap, pointers, strides,
-                 BLOCK_N, STAGES, WIDE, TURNS, D, DV, LEFT, RIGHT, counter is not None),
+                (0, o_desc, q, k, v, o_s, ids, lse, top, sinks, lengths, ragged, z, n_tiles, qk_scale, cap, pointers,
+                 strides, BLOCK_N, STAGES, WIDE, TURNS, D, DV, LEFT, RIGHT, counter is not None),
             ),
             (
                 consumer,
-                (1, o_desc, q, k, v, o_s, ids, lse, top, sinks, lengths, z, n_tiles, qk_scale, cap, pointers, strides,
-                 BLOCK_N, STAGES, WIDE, TURNS, D, DV, LEFT, RIGHT, counter is not None),
+                (1, o_desc, q, k, v, o_s, ids, lse, top, sinks, lengths, ragged, z, n_tiles, qk_scale, cap, pointers,
+                 strides, BLOCK_N, STAGES, WIDE, TURNS, D, DV, LEFT, RIGHT, counter is not None),
             ),
             (
                 producer,
-                (q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, z, n_tiles, BLOCK_N, STAGES, D, DV, LEFT,
-                 RIGHT),
+                (q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, ragged, z, n_tiles, BLOCK_N, STAGES, D, DV,
+                 LEFT, RIGHT),
             ),
         ],
         [4, 1],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Grads, Output, Saved
-from ...masks import All, Band, Lengths, Mask
-from ...request import NEG_INF, Request
+from ...masks import BOTTOM_RIGHT, All, Band, Lengths, Mask
+from ...request import Request
 from . import config
 
 _FAR = 2**29  # beyond every position, and sums of three of it fit 32 bits
@@ -54,6 +54,22 @@ def kept(mask: Mask | None, len_q: int, len_k: int) -> Kept | None:
     return total
 
 
+def skewed(mask: Mask | None) -> bool | None:
+    """Whether bands lie on the diagonal to the bottom right, which each ragged sequence has elsewhere; None: only some.
+
+    ``kept`` for lengths of 0 has such bands on the main diagonal.
+    """
+    aligned = {b.align == BOTTOM_RIGHT for b in _bands(mask)}
+    return None if len(aligned) > 1 else aligned == {True}
+
+
+def _bands(mask: Mask | None) -> Iterator[Band]:
+    if isinstance(mask, Band) and (mask.left, mask.right) != (None, None):
+        yield mask
+    for term in mask.terms if isinstance(mask, All) else ():
+        yield from _bands(term)
+
+
 def ends(keep: Kept) -> tuple[int, int, bool, bool]:
     """low, high, and which of them there are."""
     low, high = (max(-_FAR, min(n or 0, _FAR)) for n in (keep.low, keep.high))
@@ -62,6 +78,11 @@ def ends(keep: Kept) -> tuple[int, int, bool, bool]:
 
 def _both(pick: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else pick(a, b)
+
+
+def planes(r: Request, x: Tensor) -> Tensor:
+    """An input or output of a request as (B, H, L, D): all of a ragged batch is one entry."""
+    return x if r.ragged is None else x.transpose(0, 1)[None]
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
@@ -203,44 +224,59 @@ def _launch(kernel: str, grid: int, device: torch.device, key: tuple, tensors: t
 
 
 def forward(r: Request) -> Output:
-    """Launch the forward."""
+    """Launch the forward. Where there is nothing to multiply, ``triton`` fills in what that gives."""
+    if r.q.numel() == 0 or r.k.numel() == 0 or 0 in (r.batch, r.len_q, r.len_k):
+        from ..triton import forward
+
+        return forward.forward(r)
     o = Output(r.new_out(), r.new_stats(), r.new_stats() if r.want_max_logits else None)
-    assert o.lse is not None
-    if o.out.numel() == 0 or r.len_k == 0:
-        o.out.zero_()
-        for x in (o.lse, o.max_logits):
-            if x is not None:
-                x.fill_(NEG_INF)
-        if r.sinks is not None:
-            o.lse.copy_(r.sinks[:, None])
-        return o
-    keep = kept(r.mask, r.len_q, r.len_k)
+    lengths_known = r.ragged is None
+    keep = kept(r.mask, r.len_q, r.len_k) if lengths_known else kept(r.mask, 0, 0)
     assert keep is not None
     low, high, left, right = ends(keep)
-    masked = left or right or keep.lengths is not None
+    masked = left or right or keep.lengths is not None or not lengths_known
     cfg = config.choose(r.dim, r.dim_v, masked, left)
-    tiles = -(-r.len_q // config.BLOCK_M)
-    pairs = r.batch * r.heads
+    if lengths_known:
+        tiles, pairs = -(-r.len_q // config.BLOCK_M), r.batch * r.heads
+    else:
+        tiles, pairs = r.q.shape[0] // config.BLOCK_M + r.batch, r.heads  # at most
     section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group
     qk_scale, cap = (r.scale, None) if r.softcap is None else (r.softcap, 2 * _LOG2E * r.scale / r.softcap)
     with torch.cuda.device(r.device):
         lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
         counter = _counter(r.device) if masked else None  # without, all tiles take as long
-        q, k, v = (aligned(x) for x in (r.q, r.k, r.v))
-        out = tiled(o.out, config.ROWS, config.stored(config.padded(r.dim_v)))
+        q, k, v = (aligned(planes(r, x)) for x in (r.q, r.k, r.v))
+        out = tiled(planes(r, o.out), config.ROWS, config.stored(config.padded(r.dim_v)))
         tensors = tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n), out
         rest = (
             o.lse, o.max_logits, r.sinks, lengths, counter, r.heads, r.group, r.len_q, r.len_k, tiles, pairs,
             min(section, pairs), tiles * pairs, low, high, qk_scale * _LOG2E, cap, q, k, v, *tensors[0].strides,
-            *tensors[1].strides, *tensors[2].strides, r.dim, r.dim_v, cfg.block_n, cfg.stages, cfg.wide, cfg.turns,
-            left, right,
+            *tensors[1].strides, *tensors[2].strides, *_items(r, o, tiles, out.strides), r.dim, r.dim_v, cfg.block_n,
+            cfg.stages, cfg.wide, cfg.turns, left, right,
         )  # fmt: skip
         key = (
             r.dim, r.dim_v, left, right, r.want_max_logits, cap is None, r.sinks is None or r.sinks.dtype,
-            lengths is None or lengths.dtype,
+            lengths is None or lengths.dtype, lengths_known,
         )  # fmt: skip
         _launch("forward", min(processors(r.device), tiles * pairs), r.device, key, tensors, rest)
     return o
+
+
+def _items(r: Request, o: Output, most: int, out_strides: tuple[int, ...]) -> tuple:
+    """What the kernel is told of a ragged batch, its list of tiles among it; nothing of another one."""
+    if r.ragged is None:
+        return (None,) * 8
+    from ..triton.start import launch
+    from .ragged import CHUNK, ROWS, items_kernel
+
+    cu_q, cu_k, rows = r.ragged.cu_q, r.ragged.cu_k, r.q.shape[0]
+    items = torch.empty(1 + 2 * most, dtype=torch.int32, device=r.device)
+    args = cu_q, cu_k, items, o.out, o.lse, o.max_logits, r.batch, rows, r.heads, o.out.stride()
+    launch(
+        items_kernel, r.batch - (-rows // ROWS), args, DV=r.dim_v, BLOCK_DV=config.padded(r.dim_v),
+        BLOCK_M=config.BLOCK_M, CHUNK=CHUNK, ROWS=ROWS, num_warps=4,
+    )  # fmt: skip
+    return cu_q, cu_k, items, int(bool(skewed(r.mask))), rows, o.out, out_strides[1], out_strides[2]
 
 
 def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
@@ -260,7 +296,7 @@ def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
 
 def own_backward(r: Request) -> bool:
     """Whether there is a backward kernel here for what the forward takes. Sinks are in its lse."""
-    return r.dim == r.dim_v and r.dim in config.BACKWARD_DIMS and r.softcap is None
+    return r.dim == r.dim_v and r.dim in config.BACKWARD_DIMS and r.softcap is None and r.ragged is None
 
 
 def _backward(r: Request, saved: Saved) -> Grads:
