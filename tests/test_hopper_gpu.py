@@ -68,6 +68,34 @@ def test_softcap_and_sinks(mask, dim):
         passes(plain((2, 3, lq, lk, dim), options(BANDS[mask]) | {"softcap": 128.0}, scale=8))
 
 
+RAGGED = {
+    "long and short": ([0, 70, 71, 200], [0, 65, 70, 190], 200, 190),
+    "some without keys or queries": ([0, 0, 300, 340, 513], [0, 20, 400, 400, 540], 530, 600),
+    "many": ([37 * n for n in range(41)], [55 * n for n in range(41)], 1480, 2200),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["full", "causal", "bottom right", "window"])
+@pytest.mark.parametrize("batch", RAGGED)
+def test_ragged(batch, mask, dim):
+    """Rows past a sequence's end are another's; a NaN there is not its."""
+    ends_q, ends_k, rows, keys = RAGGED[batch]
+
+    def make(m, spoilt):
+        tensors = {"q": m.randn(rows, 4, dim), "k": m.randn(keys, 2, dim), "v": m.randn(keys, 2, dim)}
+        if spoilt:
+            tensors["k"][ends_k[1] :][:2] = float("nan")
+            tensors["v"][ends_k[1] :][:2] = float("nan")
+        else:
+            tensors["sinks"] = m.randn(4)
+        cu = tuple(torch.tensor(x, dtype=torch.int32, device=m.device) for x in (ends_q, ends_k))
+        return Call(tensors, options(BANDS[mask]), cu=cu)
+
+    passes(lambda m: make(m, False))
+    passes(lambda m: make(m, True), torch.float16)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_lengths_groups_layouts(dim):
     for mask in (masks.key_lengths(LENGTHS), masks.key_lengths(LENGTHS.int()) & masks.window(100, 20)):
