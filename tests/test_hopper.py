@@ -225,6 +225,12 @@ def test_visits_the_tiles_of_the_tile_map():
             assert full >= int((table[row] == FULL).sum()) - 1, "the last may be cut by the end of the keys"
 
 
+def test_few_queries_of_many_heads_share_a_tile():
+    """Never more tiles than without, and where queries fill tiles of their own, those."""
+    assert [config.packed(n, 8) for n in (1, 5, 16, 100, 128, 200, 257, 1000, 4096)] == [8, 8, 8, 8, 1, 8, 8, 1, 1]
+    assert [config.packed(1, group) for group in (1, 3, 6, 12, 71, 128)] == [1, 1, 2, 4, 1, 64]
+
+
 def test_every_tile_is_worked_on_once():
     kernel = pytest.importorskip("tilewise.backends.hopper.kernel", exc_type=ImportError)
     for longest_first, n_m, pairs, section in itertools.product((False, True), (1, 3), (1, 7), (1, 2, 3, 7)):

@@ -38,7 +38,7 @@ CASES = [*itertools.product(config.BACKWARD_DIMS, MASKS)]
 FORWARDS = [(d, d, m) for d, m in CASES] + [(256, 256, m) for m in MASKS]
 FORWARDS += [(96, 96, "causal"), (192, 192, "full"), (192, 128, "causal"), (64, 256, "window"), (256, 64, "all")]
 EXTRAS = {"softcap": ("softcap",), "sinks": ("sinks", "right"), "both": ("softcap", "sinks", "left", "right")}
-EXTRAS |= {"ragged": ("ragged",), "ragged, causal": ("ragged", "right")}
+EXTRAS |= {"ragged": ("ragged",), "packed": ("packed", "right"), "ragged and packed": ("ragged", "packed", "right")}
 EXTRAS |= {"all and both": ("softcap", "sinks", "left", "right", "lengths")}
 FORWARDS += [(d, d, m) for d, m in itertools.product((64, 128, 256), EXTRAS)]
 
@@ -73,7 +73,9 @@ def compile_forward(
     m, n = config.ROWS, cfg.block_n
     d, dv = config.padded(dim), config.padded(dim_v)
     blocks = {"q_desc": (m, d), "k_desc": (n, d), "v_desc": (n, dv), "o_desc": (m, config.stored(dv))}
+    heads = 8 if "packed" in asked else 1
     types = {name: descriptor(dtype, 1, 1, *block) for name, block in blocks.items()}
+    types |= {name: descriptor(dtype, 1, heads, m // heads, blocks[name][1]) for name in ("q_desc", "o_desc")}
     types |= {"lse": "*fp32", "qk_scale": "fp32"}
     types |= {f"{x}_ptr": f"*{dtype}" for x in "qkv"} | {f"{x}_{s}": "i64" for x in "qkv" for s in "bhl"}
     types |= {"top": "*fp32"} if top else {}
@@ -84,7 +86,7 @@ def compile_forward(
     packed = {"cu_q": "*i32", "cu_k": "*i32", "items": "*i32", "skew": "i32", "rows": "i32", "o_ptr": f"*{dtype}"}
     packed |= {"o_h": "i64", "o_l": "i64"}
     types |= packed if ragged else {}
-    constants = {"D": dim, "DV": dim_v, "BLOCK_N": cfg.block_n, "STAGES": cfg.stages, "WIDE": cfg.wide}
+    constants = {"D": dim, "DV": dim_v, "HEADS": heads, "BLOCK_N": cfg.block_n, "STAGES": cfg.stages, "WIDE": cfg.wide}
     constants |= {"TURNS": cfg.turns, "LEFT": "left" in asked, "RIGHT": "right" in asked}
     constants |= {x: None for x in ("top", "cap", "sinks", "lengths", "counter", *packed) if x not in types}
     return compiled(forward_kernel, types, constants)

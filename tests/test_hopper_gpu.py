@@ -68,9 +68,25 @@ def test_softcap_and_sinks(mask, dim):
         passes(plain((2, 3, lq, lk, dim), options(BANDS[mask]) | {"softcap": 128.0}, scale=8))
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("heads", "kv"), [(16, 2), (6, 3), (64, 1)])
+def test_few_queries_of_many_heads(heads, kv, dim):
+    for lq in (1, 5, 37, 200):
+        for mask in ("full", "bottom right", "window"):
+            passes(plain((2, heads, lq, 300, dim), options(BANDS[mask]), kv=kv))
+
+    def spoilt(m):
+        tensors = {**qkv(m, 2, heads, 5, 300, dim, kv=kv), "sinks": m.randn(heads)}
+        tensors["v"][:, :, -2:], tensors["v"][:, :, 200] = float("nan"), float("inf")
+        return Call(tensors, {"mask": masks.causal(294)})
+
+    passes(spoilt)
+
+
 RAGGED = {
     "long and short": ([0, 70, 71, 200], [0, 65, 70, 190], 200, 190),
     "some without keys or queries": ([0, 0, 300, 340, 513], [0, 20, 400, 400, 540], 530, 600),
+    "decoding": ([*range(34)], [55 * n for n in range(34)], 33, 1815),
     "many": ([37 * n for n in range(41)], [55 * n for n in range(41)], 1480, 2200),
 }
 

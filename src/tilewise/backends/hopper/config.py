@@ -32,6 +32,15 @@ def stored(columns: int) -> int:
     return min(columns, 128)
 
 
+def packed(len_q: int, group: int) -> int:
+    """How many query heads of a key head share a tile. As many as make the tiles a tenth fewer: where heads have tiles
+    of their own, most rows of those are beyond the last query if there are few, and each reads keys and values again.
+    """
+    tiles = {p: -(-len_q * p // BLOCK_M) * (group // p) for p in (1, 2, 4, 8, 16, 32, 64) if group % p == 0}
+    best = min(tiles, key=lambda p: (tiles[p], p))
+    return best if tiles[best] < 0.9 * tiles[1] else 1
+
+
 def choose(dim: int, dim_v: int, masked: bool, left: bool) -> Config:
     """The configuration for head dims; masked: there is a mask; left: one with an end on the left, a window.
 

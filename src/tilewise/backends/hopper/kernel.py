@@ -8,6 +8,8 @@ keep scores, P and the accumulator in registers. What runs at the same time:
 - within a consumer, the softmax of block t and P V of block t - 1, which is waited for after the exponentials;
 - the softmax of one consumer and the products of the other: they take turns at starting products.
 
+Where queries are few, a tile holds those of HEADS query heads of one key head, one head after the other.
+
 Scores are unscaled q k^T or, under a softcap, its tanh; maxima and exponents are in units of log2 (FOLDED in
 ``triton``'s kernels). Tiles have a power of two of columns: beyond the head dim TMA fills them with zeros.
 """
@@ -95,21 +97,22 @@ def sequence(b, z, ragged):
 
 
 @gluon.jit
-def work(t, z, lengths, ragged, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def work(t, z, lengths, ragged, HEADS: gl.constexpr, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Work item t as (first row, batch entry, head, end of the keys, and its ``span``)."""
     m, pair = place(t, z.n_m, z.pairs, z.section, RIGHT or ragged[2] is not None)
     if ragged[2] is None:
         b = pair // z.heads
         h = pair - b * z.heads
     else:
-        item = ragged[2] + 1 + 2 * max(min(m, z.n_m - 1), 0)
+        item = ragged[2] + 1 + 2 * m
         b, m, h = gl.load(item), gl.load(item + 1), pair
     _first_q, _first_k, own = sequence(b, z, ragged)
-    row = m * BLOCK_M
+    ROWS_: gl.constexpr = BLOCK_M // HEADS
+    row = m * ROWS_
     end = own.len_k
     if lengths is not None:
         end = max(min(gl.load(lengths + b).to(gl.int32), end), 0)
-    last, right, full, n = span(row, min(row + BLOCK_M, own.len_q) - 1, end, own.low, own.high, BLOCK_N, LEFT, RIGHT)
+    last, right, full, n = span(row, min(row + ROWS_, own.len_q) - 1, end, own.low, own.high, BLOCK_N, LEFT, RIGHT)
     return row, b, h, end, last, right, full, n
 
 
@@ -143,19 +146,20 @@ def hand_over(W: gl.constexpr, TURNS: gl.constexpr):
 
 @gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, ragged, z, n_tiles, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, ragged, z, n_tiles, HEADS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
 ):  # fmt: skip
     it = gl.to_tensor(0)
     done = gl.to_tensor(0)
     t = gl.program_id(0)
     while t < n_tiles:
-        row, b, h, _end, last, _right, _full, n = work(t, z, lengths, ragged, BLOCK_N, LEFT, RIGHT)
+        row, b, h, _end, last, _right, _full, n = work(t, z, lengths, ragged, HEADS, BLOCK_N, LEFT, RIGHT)
         first_q, first_k, _own = sequence(b, z, ragged)
         b = plane(b, ragged)
         for w in gl.static_range(2):
             mbarrier.wait(q.empty.index(w), (done & 1) ^ 1)
-            fetch(q_desc, b, h, first_q + row + w * ROWS, q, w, ROWS, padded(D))
+            fetch(q_desc, b, h * HEADS, first_q + row + w * (ROWS // HEADS), q, w, ROWS, padded(D))
         kv = h // z.group
         for j in range(n):
             slot = it % STAGES
@@ -214,9 +218,22 @@ def kept(j, i, end, low, high, LEFT: gl.constexpr, RIGHT: gl.constexpr):
 
 
 @gluon.jit
-def mask(s, j0, i0, end, z, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def rows_of(LAYOUT: gl.constexpr, HEADS: gl.constexpr):
+    """(head, query) of each row of a tile, from its first on: HEADS heads, one after the other."""
+    r = gl.arange(0, ROWS, LAYOUT)
+    if HEADS == 1:
+        return 0, r
+    else:
+        return r // (ROWS // HEADS), r % (ROWS // HEADS)
+
+
+@gluon.jit
+def mask(
+    s, j0, i0, end, z, HEADS: gl.constexpr, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
+):  # fmt: skip
     j = j0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
-    i = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
+    _head, query = rows_of(gl.SliceLayout(1, s.type.layout), HEADS)
+    i = i0 + query
     keep = kept(j, i, end, z.low, z.high, LEFT, RIGHT)
     return gl.where(keep, s, -INF)
 
@@ -242,8 +259,8 @@ def crossing(p, dtype: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr):
 @gluon.jit
 def fold(
     acc, p_wide, l_i, m_i, it, t, n, masked, j0, i0, end, q, k, v, z, qk_scale, cap, W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
+    HEADS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """P V of block t - 1, and of block t the scores, the maximum and P. it: number of block t - 1 in the rings."""
     S_LAYOUT: gl.constexpr = wgmma_layout(BLOCK_N)
@@ -261,7 +278,7 @@ def fold(
     s = capped(s, cap)
     if LEFT or RIGHT:  # without, only the first block can have an end in it  # noqa: SIM102 - decided when compiling
         if masked:
-            s = mask(s, j0, i0, end, z, BLOCK_N, LEFT, RIGHT)
+            s = mask(s, j0, i0, end, z, HEADS, BLOCK_N, LEFT, RIGHT)
     m_new = gl.maximum(m_i, row_max(s, BLOCK_N) * qk_scale)
     alpha = gl.exp2(m_i - m_new)
     p_wide = gl.exp2(s * qk_scale - m_new[:, None])
@@ -298,9 +315,10 @@ def finished(m, sums, sink):
 
 
 @gluon.jit
-def load_sink(sinks, h):
-    """The sink of a head in the unit of maxima."""
-    return gl.load(sinks + h).to(gl.float32) / LN2
+def load_sink(sinks, h, LAYOUT: gl.constexpr, HEADS: gl.constexpr):
+    """The sinks of the heads of a tile, for each of its rows, in the unit of maxima."""
+    head, _query = rows_of(LAYOUT, HEADS)
+    return gl.load(sinks + h * HEADS + head).to(gl.float32) / LN2
 
 
 @gluon.constexpr_function
@@ -319,32 +337,36 @@ def halves(x):
 
 
 @gluon.jit
-def store_part(o_desc, o_s, W: gl.constexpr, x, place, h, i0, column: gl.constexpr, own, ragged, DV: gl.constexpr):
-    """Rows i0 .. i0 + 64 of the output from a column on, once the buffer is free. place: (batch entry, first row)."""
+def store_part(
+    o_desc, o_s, W: gl.constexpr, x, place, h, i0, column: gl.constexpr, own, ragged, DV: gl.constexpr,
+    HEADS: gl.constexpr,
+):  # fmt: skip
+    """A tile of the output, from query i0 and a column on, once the buffer is free. place: (batch entry, first row)."""
     tma.store_wait(0)
     stage = staged(matrix(o_s, W), x.to(o_s.dtype))
     if ragged[2] is None:
-        tma.async_copy_shared_to_global(o_desc, [place[0], h, i0, column], o_s.index(W))
-    elif i0 + ROWS <= own.len_q:
-        tma.async_copy_shared_to_global(o_desc, [0, h, place[1] + i0, column], o_s.index(W))
+        tma.async_copy_shared_to_global(o_desc, [place[0], h * HEADS, i0, column], o_s.index(W))
+    elif i0 + ROWS // HEADS <= own.len_q:
+        tma.async_copy_shared_to_global(o_desc, [0, h * HEADS, place[1] + i0, column], o_s.index(W))
     else:  # TMA would go on, into the next sequence
         out, o_h, o_l = ragged[5], ragged[6], ragged[7]
         LAYOUT: gl.constexpr = rows_layout(o_s.shape[4])
-        rows = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        head, query = rows_of(gl.SliceLayout(1, LAYOUT), HEADS)
         channels = column + gl.arange(0, o_s.shape[4], gl.SliceLayout(0, LAYOUT))
-        at = out + h * o_h + (place[1] + rows).to(gl.int64)[:, None] * o_l + channels[None, :]
-        gl.store(at, stage.load(LAYOUT), mask=(rows < own.len_q)[:, None] & (channels < DV)[None, :])
+        at = (h * HEADS + head) * o_h + (place[1] + i0 + query).to(gl.int64) * o_l
+        inside = (i0 + query < own.len_q)[:, None] & (channels < DV)[None, :]
+        gl.store(out + at[:, None] + channels[None, :], stage.load(LAYOUT), mask=inside)
 
 
 @gluon.jit
-def store_out(o_desc, o_s, W: gl.constexpr, acc, place, h, i0, own, ragged, DV: gl.constexpr):
-    """Rows i0 .. i0 + 64 of the output. Where not all columns fit the buffer it takes two turns."""
+def store_out(o_desc, o_s, W: gl.constexpr, acc, place, h, i0, own, ragged, DV: gl.constexpr, HEADS: gl.constexpr):
+    """A tile of the output, from query i0 on. Where not all columns fit the buffer it takes two turns."""
     if acc.shape[1] == o_s.shape[4]:
-        store_part(o_desc, o_s, W, acc, place, h, i0, 0, own, ragged, DV)
+        store_part(o_desc, o_s, W, acc, place, h, i0, 0, own, ragged, DV, HEADS)
     else:
         left, right = halves(acc)
-        store_part(o_desc, o_s, W, left, place, h, i0, 0, own, ragged, DV)
-        store_part(o_desc, o_s, W, right, place, h, i0, o_s.shape[4], own, ragged, DV)
+        store_part(o_desc, o_s, W, left, place, h, i0, 0, own, ragged, DV, HEADS)
+        store_part(o_desc, o_s, W, right, place, h, i0, o_s.shape[4], own, ragged, DV, HEADS)
 
 
 # --- beside things that are not numbers -----------------------------------------------------------
@@ -358,54 +380,55 @@ def store_out(o_desc, o_s, W: gl.constexpr, acc, place, h, i0, own, ragged, DV: 
 
 
 @gluon.jit
-def load_rows(x, first, length, stride, D: gl.constexpr):
-    """Rows first .. first + 64 of a (length, D) matrix, 0 beyond its edges."""
+def load_rows(x, first, length, stride, head_stride, D: gl.constexpr, HEADS: gl.constexpr):
+    """64 rows, from the first on, of (length, D) matrices of HEADS heads, 0 beyond their edges."""
     COLS: gl.constexpr = padded(D)
     LAYOUT: gl.constexpr = rows_layout(COLS)
-    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    head, row = rows_of(gl.SliceLayout(1, LAYOUT), HEADS)
+    rows = first + row
     channels = gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
-    at = x + rows.to(gl.int64)[:, None] * stride + channels[None, :]
+    at = x + (rows.to(gl.int64) * stride + head * head_stride)[:, None] + channels[None, :]
     return gl.load(at, mask=(rows < length)[:, None] & (channels < D)[None, :], other=0.0)
 
 
 @gluon.jit
 def careful_scores(
-    q, k, stage, j0, i0, k_stride, end, z, qk_scale, cap, LAYOUT: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
+    q, k, stage, j0, i0, k_stride, end, z, qk_scale, cap, LAYOUT: gl.constexpr, D: gl.constexpr,
+    HEADS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Scaled scores of 64 keys from j0 on, -inf where not kept; and what is kept."""
-    k_t = staged(stage, load_rows(k, j0, z.len_k, k_stride, D)).permute((1, 0))
+    k_t = staged(stage, load_rows(k, j0, z.len_k, k_stride, 0, D, 1)).permute((1, 0))
     s = capped(warpgroup_mma(q, k_t, gl.zeros([ROWS, ROWS], gl.float32, LAYOUT), use_acc=False), cap)
     j = j0 + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
-    i = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    keep = kept(j, i, end, z.low, z.high, LEFT, RIGHT)
+    _head, query = rows_of(gl.SliceLayout(1, LAYOUT), HEADS)
+    keep = kept(j, i0 + query, end, z.low, z.high, LEFT, RIGHT)
     return gl.where(keep, s * qk_scale, -INF), keep
 
 
 @gluon.jit
 def careful(
-    q, k, v, q_stride, k_stride, v_stride, q_s, k_s, v_s, i0, first, end, z, qk_scale, cap, sink, D: gl.constexpr,
-    DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    q, k, v, q_stride, head_stride, k_stride, v_stride, q_s, k_s, v_s, i0, first, end, z, qk_scale, cap, sink,
+    D: gl.constexpr, DV: gl.constexpr, HEADS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of rows i0 .. i0 + 64, which keep keys of first .. end."""
+    """Output and log-sum-exp of a tile from query i0 on, which keeps keys of first .. end."""
     S_LAYOUT: gl.constexpr = wgmma_layout(ROWS)
     O_LAYOUT: gl.constexpr = wgmma_layout(padded(DV))
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = v_s.dtype
-    staged(q_s, load_rows(q, i0, z.len_q, q_stride, D))
+    staged(q_s, load_rows(q, i0, z.len_q, q_stride, head_stride, D, HEADS))
     acc = gl.zeros([ROWS, padded(DV)], gl.float32, O_LAYOUT)
     m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     odd = gl.to_tensor(0)
     for j0 in range(first, end, ROWS):
-        s, _keep = careful_scores(q_s, k, k_s, j0, i0, k_stride, end, z, qk_scale, cap, S_LAYOUT, D, LEFT, RIGHT)
+        s, _keep = careful_scores(q_s, k, k_s, j0, i0, k_stride, end, z, qk_scale, cap, S_LAYOUT, D, HEADS, LEFT, RIGHT)
         m_new = gl.maximum(m_i, gl.max(s, 1))
         alpha = gl.exp2(m_i - m_new)
         p = gl.exp2(s - m_new[:, None])
         l_i = l_i * alpha + gl.sum(p, 1)
         m_i = m_new
-        x = load_rows(v, j0, z.len_k, v_stride, DV).to(gl.float32)
+        x = load_rows(v, j0, z.len_k, v_stride, 0, DV, 1).to(gl.float32)
         odd = gl.where(is_odd(x), 1, odd)
         acc = acc * gl.convert_layout(alpha, ROW)[:, None]
         number = gl.where(gl.abs(x) < INF, x, 0.0).to(dtype)
@@ -419,11 +442,11 @@ def careful(
             count = gl.zeros([ROWS, padded(DV)], gl.float32, O_LAYOUT)
             for j0 in range(first, end, ROWS):
                 s, keep = careful_scores(
-                    q_s, k, k_s, j0, i0, k_stride, end, z, qk_scale, cap, S_LAYOUT, D, LEFT, RIGHT
+                    q_s, k, k_s, j0, i0, k_stride, end, z, qk_scale, cap, S_LAYOUT, D, HEADS, LEFT, RIGHT
                 )  # fmt: skip
                 no_weight = gl.exp2(s - m_i[:, None]) == 0
                 keep = keep & ((kind == 0) | (no_weight == (kind == 3)))
-                x = load_rows(v, j0, z.len_k, v_stride, DV).to(gl.float32)
+                x = load_rows(v, j0, z.len_k, v_stride, 0, DV, 1).to(gl.float32)
                 infinite = (x == value) | ((kind == 3) & (gl.abs(x) == INF))
                 found = ((kind == 0) & (x != x)) | ((kind > 0) & infinite)
                 one = gl.convert_layout(gl.where(keep, 1.0, 0.0).to(dtype), P_LAYOUT)
@@ -433,19 +456,29 @@ def careful(
 
 
 @gluon.jit
-def row_stats(x, place, h, i0, z, ragged):
-    """Address of row i0 of a statistic (B, H, Lq), or (H, T) of a ragged batch."""
+def row_stats(x, place, h, i0, z, ragged, HEADS: gl.constexpr):
+    """Address of a tile's first row in a statistic (B, H, Lq), or (H, T) of a ragged batch."""
     if ragged[2] is None:
-        return x + (place[0] * z.heads + h).to(gl.int64) * z.len_q + i0
+        return x + (place[0] * z.heads + h).to(gl.int64) * HEADS * z.len_q + i0
     else:
-        return x + h.to(gl.int64) * ragged[4] + place[1] + i0
+        return x + h.to(gl.int64) * HEADS * ragged[4] + place[1] + i0
+
+
+@gluon.jit
+def stat_rows(z, ragged, LAYOUT: gl.constexpr, HEADS: gl.constexpr):
+    """Where a tile's rows are from the first on, and their queries."""
+    head, query = rows_of(LAYOUT, HEADS)
+    if ragged[2] is None:
+        return head * z.len_q + query, query
+    else:
+        return head * ragged[4] + query, query
 
 
 @gluon.jit
 def again(
     chain, W: gl.constexpr, o_desc, q_ring, k_ring, v_ring, o_s, lse, sinks, lengths, ragged, z, qk_scale, cap,
-    pointers, strides, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
+    pointers, strides, HEADS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """The tiles of a chain, carefully."""
     ROW: gl.constexpr = gl.SliceLayout(1, wgmma_layout(padded(DV)))
@@ -458,33 +491,34 @@ def again(
     k_s = matrix(k_ring.data, mine).slice(0, ROWS, dim=0)
     v_s = matrix(v_ring.data, mine).slice(0, ROWS, dim=0)
     while chain > 0:
-        row, b, h, end, last, _right, _full, n = work(chain - 1, z, lengths, ragged, BLOCK_N, LEFT, RIGHT)
+        row, b, h, end, last, _right, _full, n = work(chain - 1, z, lengths, ragged, HEADS, BLOCK_N, LEFT, RIGHT)
         first_q, first_k, own = sequence(b, z, ragged)
         place = plane(b, ragged), first_q
-        i0 = row + W * ROWS
+        i0 = row + W * (ROWS // HEADS)
         kv = h // z.group
-        at = row_stats(lse, place, h, i0, z, ragged)
+        at = row_stats(lse, place, h, i0, z, ragged, HEADS)
         chain = gl.load(at).to(gl.int32, bitcast=True)
         sink = None
         if sinks is not None:
-            sink = load_sink(sinks, h)
+            sink = load_sink(sinks, h, ROW, HEADS)
         acc, row_lse = careful(
-            q + place[0] * strides[0] + h * strides[1] + first_q * strides[2],
+            q + place[0] * strides[0] + h * HEADS * strides[1] + first_q * strides[2],
             k + place[0] * strides[3] + kv * strides[4] + first_k * strides[5],
-            v + place[0] * strides[6] + kv * strides[7] + first_k * strides[8], strides[2], strides[5], strides[8], q_s,
-            k_s, v_s, i0, (last - n) * BLOCK_N, gl.minimum(end, last * BLOCK_N), own, qk_scale, cap, sink, D, DV, LEFT,
-            RIGHT,
+            v + place[0] * strides[6] + kv * strides[7] + first_k * strides[8], strides[2], strides[1], strides[5],
+            strides[8], q_s, k_s, v_s, i0, (last - n) * BLOCK_N, gl.minimum(end, last * BLOCK_N), own, qk_scale, cap,
+            sink, D, DV, HEADS, LEFT, RIGHT,
         )  # fmt: skip
-        store_out(o_desc, o_s, W, acc, place, h, i0, own, ragged, DV)
-        rows = gl.arange(0, ROWS, ROW)
-        gl.store(at + rows, row_lse, mask=i0 + rows < own.len_q)
+        store_out(o_desc, o_s, W, acc, place, h, i0, own, ragged, DV, HEADS)
+        rows, query = stat_rows(z, ragged, ROW, HEADS)
+        gl.store(at + rows, row_lse, mask=i0 + query < own.len_q)
 
 
 @gluon.jit
 def consumer(
     W: gl.constexpr, o_desc, q_ring, k, v, o_s, ids, lse, top, sinks, lengths, ragged, z, n_tiles, qk_scale, cap,
-    pointers, strides, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DYNAMIC: gl.constexpr,
+    pointers, strides, HEADS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr,
+    TURNS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = wgmma_layout(BLOCK_N)
     O_LAYOUT: gl.constexpr = wgmma_layout(padded(DV))
@@ -498,11 +532,14 @@ def consumer(
     if W == 1:
         hand_over(1, TURNS)  # the first turn is that of consumer 0
     t = gl.program_id(0)
-    row, b, h, end, last, right, full, n = work(t, z, lengths, ragged, BLOCK_N, LEFT, RIGHT)
+    first = t
+    if ragged[2] is not None:  # there may be fewer tiles than programs
+        first = gl.minimum(t, z.n_m * z.pairs - 1)
+    row, b, h, end, last, right, full, n = work(first, z, lengths, ragged, HEADS, BLOCK_N, LEFT, RIGHT)
     while t < n_tiles:
         first_q, _first_k, own = sequence(b, z, ragged)
         place = plane(b, ragged), first_q
-        i0 = row + W * ROWS
+        i0 = row + W * (ROWS // HEADS)
         j0 = (last - 1) * BLOCK_N
         mbarrier.wait(q_ring.full.index(W), done & 1)
         # The first block has no P V beside it. It is masked whether it needs it or not.
@@ -514,7 +551,7 @@ def consumer(
         s = warpgroup_mma_wait(0, deps=[s_run])
         hand_over(W, TURNS)
         release(k, slot)
-        s = mask(capped(s, cap), j0, i0, end, own, BLOCK_N, LEFT, RIGHT)
+        s = mask(capped(s, cap), j0, i0, end, own, HEADS, BLOCK_N, LEFT, RIGHT)
         m_i = gl.maximum(row_max(s, BLOCK_N) * qk_scale, LOWEST)
         p_wide = gl.exp2(s * qk_scale - m_i[:, None])
         l_i = row_sum(p_wide, BLOCK_N)
@@ -526,7 +563,7 @@ def consumer(
         for j in range(1, n):
             acc, p_wide, l_i, m_i = fold(
                 acc, p_wide, l_i, m_i, it, j, n, (j < right) | (j >= right + full), j0 - j * BLOCK_N, i0, end, q, k, v,
-                own, qk_scale, cap, W, BLOCK_N, STAGES, WIDE, TURNS, LEFT, RIGHT,
+                own, qk_scale, cap, W, HEADS, BLOCK_N, STAGES, WIDE, TURNS, LEFT, RIGHT,
             )  # fmt: skip
             it += 1
 
@@ -537,7 +574,7 @@ def consumer(
         # What comes next is found out meanwhile.
         sink = None
         if sinks is not None:
-            sink = load_sink(sinks, h)
+            sink = load_sink(sinks, h, ROW, HEADS)
         if DYNAMIC:
             await_full(ids, done, 2)
             t_next = gl.max(ids.data.index(done & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -545,7 +582,7 @@ def consumer(
         else:
             t_next = t + gl.num_programs(0)
         row, b_next, h_next, end, last, right, full, n = work(
-            gl.minimum(t_next, n_tiles - 1), z, lengths, ragged, BLOCK_N, LEFT, RIGHT
+            gl.minimum(t_next, n_tiles - 1), z, lengths, ragged, HEADS, BLOCK_N, LEFT, RIGHT
         )
         acc = warpgroup_mma_wait(0, deps=[acc_run])
         sums = gl.convert_layout(gl.sum(l_i, 1), ROW)
@@ -553,8 +590,8 @@ def consumer(
         it += 1
 
         m = gl.convert_layout(m_i, ROW)
-        rows = gl.arange(0, ROWS, ROW)
-        inside = i0 + rows < own.len_q
+        rows, query = stat_rows(z, ragged, ROW, HEADS)
+        inside = i0 + query < own.len_q
         row_lse, weight = finished(m, sums, sink)
         odd = i0 < 0
         if HIDES:
@@ -562,19 +599,19 @@ def consumer(
             if odd:
                 row_lse = gl.where(rows == 0, chain.to(gl.float32, bitcast=True), row_lse)
                 chain = t + 1
-        gl.store(row_stats(lse, place, h, i0, z, ragged) + rows, row_lse, mask=inside)
+        gl.store(row_stats(lse, place, h, i0, z, ragged, HEADS) + rows, row_lse, mask=inside)
         if top is not None:  # a maximum passes NaN by, the sum does not
             most = gl.where(sums == 0, -INF, gl.where((sums != sums) & (m != INF), sums, m * LN2))
-            gl.store(row_stats(top, place, h, i0, z, ragged) + rows, most, mask=inside)
+            gl.store(row_stats(top, place, h, i0, z, ragged, HEADS) + rows, most, mask=inside)
         if not odd:
-            store_out(o_desc, o_s, W, acc * weight[:, None], place, h, i0, own, ragged, DV)
+            store_out(o_desc, o_s, W, acc * weight[:, None], place, h, i0, own, ragged, DV, HEADS)
 
         t, b, h = t_next, b_next, h_next
         done += 1
     if HIDES:
         again(
             chain, W, o_desc, q_ring, k, v, o_s, lse, sinks, lengths, ragged, z, qk_scale, cap, pointers, strides,
-            BLOCK_N, D, DV, LEFT, RIGHT,
+            HEADS, BLOCK_N, D, DV, LEFT, RIGHT,
         )  # fmt: skip
     tma.store_wait(0)
 
@@ -591,19 +628,20 @@ def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse, top, sinks, lengths, counter, heads, group, len_q, len_k, n_m, pairs, section,
     n_tiles, low, high, qk_scale, cap, q_ptr, k_ptr, v_ptr, q_b: gl.int64, q_h: gl.int64, q_l: gl.int64,
     k_b: gl.int64, k_h: gl.int64, k_l: gl.int64, v_b: gl.int64, v_h: gl.int64, v_l: gl.int64, cu_q, cu_k,
-    items, skew, rows, o_ptr, o_h: gl.int64, o_l: gl.int64, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    items, skew, rows, o_ptr, o_h: gl.int64, o_l: gl.int64, D: gl.constexpr, DV: gl.constexpr, HEADS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, TURNS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
 ):  # fmt: skip
-    q = ring(tiles(q_desc, 2, ROWS, padded(D)), 2, 1)
+    q = ring(tiles(q_desc, 2, ROWS, padded(D), HEADS), 2, 1)
     k = ring(tiles(k_desc, STAGES, BLOCK_N, padded(D)), STAGES, 2)
     v = ring(tiles(v_desc, STAGES, BLOCK_N, padded(DV)), STAGES, 2)
-    o_s = tiles(o_desc, 2, ROWS, stored(padded(DV)))
+    o_s = tiles(o_desc, 2, ROWS, stored(padded(DV)), HEADS)
     ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 2)
     fence_async_shared()
     ragged = cu_q, cu_k, items, skew, rows, o_ptr, o_h, o_l  # all of them None without
     if items is not None:
-        n_m = gl.load(items)
-        n_tiles = n_m * pairs
+        n_tiles = gl.load(items) * pairs
+        n_m = gl.maximum(gl.load(items), 1)
     z = Sizes(heads, group, len_q, len_k, n_m, pairs, section, low, high)
     pointers, strides = (q_ptr, k_ptr, v_ptr), (q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l)
     gl.warp_specialize(
@@ -611,17 +649,17 @@ def forward_kernel(
             (
                 consumer,
                 (0, o_desc, q, k, v, o_s, ids, lse, top, sinks, lengths, ragged, z, n_tiles, qk_scale, cap, pointers,
-                 strides, BLOCK_N, STAGES, WIDE, TURNS, D, DV, LEFT, RIGHT, counter is not None),
+                 strides, HEADS, BLOCK_N, STAGES, WIDE, TURNS, D, DV, LEFT, RIGHT, counter is not None),
             ),
             (
                 consumer,
                 (1, o_desc, q, k, v, o_s, ids, lse, top, sinks, lengths, ragged, z, n_tiles, qk_scale, cap, pointers,
-                 strides, BLOCK_N, STAGES, WIDE, TURNS, D, DV, LEFT, RIGHT, counter is not None),
+                 strides, HEADS, BLOCK_N, STAGES, WIDE, TURNS, D, DV, LEFT, RIGHT, counter is not None),
             ),
             (
                 producer,
-                (q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, ragged, z, n_tiles, BLOCK_N, STAGES, D, DV,
-                 LEFT, RIGHT),
+                (q_desc, k_desc, v_desc, q, k, v, ids, counter, lengths, ragged, z, n_tiles, HEADS, BLOCK_N, STAGES, D,
+                 DV, LEFT, RIGHT),
             ),
         ],
         [4, 1],

@@ -199,9 +199,10 @@ class Tiled(NamedTuple):
         return TensorDescriptor(self.x, list(self.shape), [*self.strides, 1], block, layout)
 
 
-def tiled(x: Tensor, rows: int, columns: int | None = None) -> Tiled:
-    """A (B, H, L, D) tensor in tiles of so many rows and columns; None: a power of two that all fit in."""
-    return Tiled(x, tuple(x.shape), strides(x), (1, 1, rows, columns or config.padded(x.shape[3])))
+def tiled(x: Tensor, rows: int, columns: int | None = None, heads: int = 1) -> Tiled:
+    """A (B, H, L, D) tensor in tiles of so many rows, of so many heads, and columns; None: a power of two for all."""
+    block = 1, heads, rows // heads, columns or config.padded(x.shape[3])
+    return Tiled(x, tuple(x.shape), strides(x), block)
 
 
 _compiled: dict[tuple, Compiled] = {}
@@ -236,23 +237,25 @@ def forward(r: Request) -> Output:
     low, high, left, right = ends(keep)
     masked = left or right or keep.lengths is not None or not lengths_known
     cfg = config.choose(r.dim, r.dim_v, masked, left)
+    heads = config.packed(r.len_q if lengths_known else r.q.shape[0] // r.batch, r.group)
+    rows = config.BLOCK_M // heads
     if lengths_known:
-        tiles, pairs = -(-r.len_q // config.BLOCK_M), r.batch * r.heads
+        tiles, pairs = -(-r.len_q // rows), r.batch * r.heads // heads
     else:
-        tiles, pairs = r.q.shape[0] // config.BLOCK_M + r.batch, r.heads  # at most
-    section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group
+        tiles, pairs = r.q.shape[0] // rows + r.batch, r.heads // heads  # at most
+    section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group // heads
     qk_scale, cap = (r.scale, None) if r.softcap is None else (r.softcap, 2 * _LOG2E * r.scale / r.softcap)
     with torch.cuda.device(r.device):
         lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
         counter = _counter(r.device) if masked else None  # without, all tiles take as long
         q, k, v = (aligned(planes(r, x)) for x in (r.q, r.k, r.v))
-        out = tiled(planes(r, o.out), config.ROWS, config.stored(config.padded(r.dim_v)))
-        tensors = tiled(q, config.ROWS), tiled(k, cfg.block_n), tiled(v, cfg.block_n), out
+        out = tiled(planes(r, o.out), config.ROWS, config.stored(config.padded(r.dim_v)), heads)
+        tensors = tiled(q, config.ROWS, heads=heads), tiled(k, cfg.block_n), tiled(v, cfg.block_n), out
         rest = (
-            o.lse, o.max_logits, r.sinks, lengths, counter, r.heads, r.group, r.len_q, r.len_k, tiles, pairs,
-            min(section, pairs), tiles * pairs, low, high, qk_scale * _LOG2E, cap, q, k, v, *tensors[0].strides,
-            *tensors[1].strides, *tensors[2].strides, *_items(r, o, tiles, out.strides), r.dim, r.dim_v, cfg.block_n,
-            cfg.stages, cfg.wide, cfg.turns, left, right,
+            o.lse, o.max_logits, r.sinks, lengths, counter, r.heads // heads, r.group // heads, r.len_q, r.len_k,
+            tiles, pairs, min(section, pairs), tiles * pairs, low, high, qk_scale * _LOG2E, cap, q, k, v,
+            *tensors[0].strides, *tensors[1].strides, *tensors[2].strides, *_items(r, o, tiles, rows, out.strides),
+            r.dim, r.dim_v, heads, cfg.block_n, cfg.stages, cfg.wide, cfg.turns, left, right,
         )  # fmt: skip
         key = (
             r.dim, r.dim_v, left, right, r.want_max_logits, cap is None, r.sinks is None or r.sinks.dtype,
@@ -262,8 +265,8 @@ def forward(r: Request) -> Output:
     return o
 
 
-def _items(r: Request, o: Output, most: int, out_strides: tuple[int, ...]) -> tuple:
-    """What the kernel is told of a ragged batch, its list of tiles among it; nothing of another one."""
+def _items(r: Request, o: Output, most: int, tile: int, out_strides: tuple[int, ...]) -> tuple:
+    """What the kernel is told of a ragged batch, its list of tiles of so many rows among it; nothing of another one."""
     if r.ragged is None:
         return (None,) * 8
     from ..triton.start import launch
@@ -274,7 +277,7 @@ def _items(r: Request, o: Output, most: int, out_strides: tuple[int, ...]) -> tu
     args = cu_q, cu_k, items, o.out, o.lse, o.max_logits, r.batch, rows, r.heads, o.out.stride()
     launch(
         items_kernel, r.batch - (-rows // ROWS), args, DV=r.dim_v, BLOCK_DV=config.padded(r.dim_v),
-        BLOCK_M=config.BLOCK_M, CHUNK=CHUNK, ROWS=ROWS, num_warps=4,
+        BLOCK_M=tile, CHUNK=CHUNK, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     return cu_q, cu_k, items, int(bool(skewed(r.mask))), rows, o.out, out_strides[1], out_strides[2]
 

@@ -74,15 +74,15 @@ def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def tiles(desc, N: gl.constexpr, M: gl.constexpr, D: gl.constexpr):
-    """Room for N tiles (1, 1, M, D) of a tensor."""
-    return gl.allocate_shared_memory(desc.dtype, [N, 1, 1, M, D], desc.layout)
+def tiles(desc, N: gl.constexpr, M: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr = 1):
+    """Room for N tiles (1, HEADS, M / HEADS, D) of a tensor."""
+    return gl.allocate_shared_memory(desc.dtype, [N, 1, HEADS, M // HEADS, D], desc.layout)
 
 
 @gluon.jit
 def matrix(data, n):
     """Number n of ``tiles``, (M, D)."""
-    return data.index(n).reshape([data.shape[3], data.shape[4]])
+    return data.index(n).reshape([data.shape[2] * data.shape[3], data.shape[4]])
 
 
 @gluon.jit
