@@ -1,0 +1,402 @@
+"""The forward kernel of ``hopper`` on a CPU: its Python source, with PyTorch in the place of Gluon.
+
+A thread for each partition. TMA copies and products are done where they are started, barriers count and block as on the
+GPU, named barriers too, and loads and stores must lie inside their tensors. So this shows wrong addresses, masks and
+phases and deadlocks, and nothing of layouts, of what is asynchronous, or of speed.
+"""
+
+import math
+import re
+import threading
+import traceback
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import tilewise
+from tilewise.backends.hopper import config, launch
+
+SOURCES = Path(tilewise.__file__).parent / "backends" / "hopper"
+PATIENCE = 20  # seconds until a wait is a deadlock
+
+
+def raw(x):
+    return x.x if isinstance(x, Value) else x
+
+
+def tensor(x):
+    return torch.as_tensor(raw(x))
+
+
+class Value:
+    """A tensor or scalar in registers."""
+
+    class type:
+        layout = None
+
+    def __init__(self, x):
+        self.x = torch.as_tensor(x)
+
+    shape = property(lambda self: tuple(self.x.shape))
+    dtype = property(lambda self: self.x.dtype)
+    __hash__ = object.__hash__
+
+    def __bool__(self):
+        return bool(self.x)
+
+    def __index__(self):
+        return int(self.x)
+
+    __int__ = __index__
+
+    def __getitem__(self, key):
+        return Value(self.x[key])
+
+    def __neg__(self):
+        return Value(-self.x)
+
+    def reshape(self, shape):
+        return Value(self.x.reshape(shape))
+
+    def permute(self, order):
+        return Value(self.x.permute(order))
+
+    def to(self, dtype, bitcast=False):
+        if not bitcast:
+            return Value(self.x.to(dtype))
+        x = self.x.to(torch.int32) if self.x.dtype == torch.int64 else self.x  # Python's numbers
+        return Value(x.reshape(1, *x.shape).contiguous().view(dtype).reshape(x.shape))
+
+
+def operator(name, f):
+    def left(a, b):
+        return NotImplemented if isinstance(b, Pointer) else Value(f(tensor(a), tensor(b)))
+
+    setattr(Value, f"__{name}__", left)
+    if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(Value, f"__r{name}__", lambda a, b: Value(f(tensor(b), tensor(a))))
+
+
+for name, f in {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div, "mod": torch.fmod,
+    "floordiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"), "and": torch.bitwise_and, "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq,
+    "ne": torch.ne,
+}.items():  # fmt: skip
+    operator(name, f)
+
+
+class Pointer:
+    def __init__(self, base, at=0):
+        self.base, self.at = base, at
+
+    def __add__(self, more):
+        return Pointer(self.base, Value(tensor(self.at) + tensor(more)))
+
+    def places(self, mask):
+        """(where, in the tensor as it lies in memory, and a mask): all that are kept must be inside."""
+        size = self.base.untyped_storage().nbytes() // self.base.element_size() - self.base.storage_offset()
+        flat = self.base.as_strided((size,), (1,))
+        at = tensor(self.at)
+        keep, at = torch.broadcast_tensors(torch.ones_like(at, dtype=torch.bool) if mask is None else raw(mask), at)
+        assert bool((((at >= 0) & (at < flat.numel())) | ~keep).all()), "outside of the tensor"
+        return flat, keep, at
+
+
+class Shared:
+    """Tiles in shared memory."""
+
+    def __init__(self, x):
+        self.x = x
+
+    shape = property(lambda self: tuple(self.x.shape))
+    dtype = property(lambda self: self.x.dtype)
+
+    def index(self, n):
+        return Shared(self.x[int(n)])
+
+    def reshape(self, shape):
+        return Shared(self.x.view(shape))
+
+    def permute(self, order):
+        return Shared(self.x.permute(order))
+
+    def slice(self, start, length, dim):
+        return Shared(self.x.narrow(dim, start, length))
+
+    def load(self, layout):
+        return Value(self.x.clone())
+
+    def store(self, value):
+        assert value.shape == self.shape
+        self.x.copy_(value.x)
+
+
+class Barrier:
+    def __init__(self):
+        self.changed, self.phase, self.count, self.missing = threading.Condition(), 0, 0, 0
+
+
+class Barriers(list):
+    def index(self, n):
+        return self[int(n)]
+
+
+class mbarrier:
+    class MBarrierLayout:
+        pass
+
+    @staticmethod
+    def init(b, count):
+        b.count = b.missing = count
+
+    @staticmethod
+    def expect(b, size):
+        """The copy arrives."""
+
+    @staticmethod
+    def arrive(b, count=1):
+        with b.changed:
+            b.missing -= count
+            assert b.missing >= 0
+            if b.missing == 0:
+                b.phase, b.missing = b.phase + 1, b.count
+                b.changed.notify_all()
+
+    @staticmethod
+    def wait(b, phase, pred=True):
+        with b.changed:
+            done = not pred or b.changed.wait_for(lambda: b.phase & 1 != int(phase) & 1, PATIENCE)
+        assert done, "deadlock at an mbarrier"
+
+
+class Named:
+    """The named barriers of a program."""
+
+    def __init__(self):
+        self.changed, self.threads, self.turns = threading.Condition(), {}, {}
+
+    def __call__(self, op, number, total):
+        with self.changed:
+            turn = self.turns.setdefault(number, 0)
+            self.threads[number] = self.threads.get(number, 0) + 128
+            if self.threads[number] == total:
+                self.threads[number], self.turns[number] = 0, turn + 1
+                self.changed.notify_all()
+            elif op == "sync":
+                assert self.changed.wait_for(lambda: self.turns[number] > turn, PATIENCE), "deadlock at a named barrier"
+
+
+class Descriptor:
+    """How TMA sees a (B, H, L, D) tensor."""
+
+    layout = None
+
+    def __init__(self, x, *block):
+        self.x, self.block, self.dtype = x, block, x.dtype
+
+    def window(self, at):
+        """Where a tile is in the tensor, and the part of the tile that is inside."""
+        sizes = [max(0, min(int(a) + n, end) - int(a)) for a, n, end in zip(at, self.block, self.x.shape, strict=True)]
+        return tuple(slice(int(a), int(a) + n) for a, n in zip(at, sizes, strict=True)), tuple(map(slice, sizes))
+
+
+class tma:
+    @staticmethod
+    def async_copy_global_to_shared(desc, at, barrier, shared):
+        assert shared.shape == desc.block
+        here, there = desc.window(at)
+        shared.x.zero_()
+        shared.x[there] = desc.x[here]
+        mbarrier.arrive(barrier)
+
+    @staticmethod
+    def async_copy_shared_to_global(desc, at, shared):
+        assert shared.shape == desc.block
+        here, there = desc.window(at)
+        desc.x[here] = shared.x[there]
+
+    @staticmethod
+    def store_wait(pending):
+        """Copies are done."""
+
+
+def without_layout(*shape, **how):
+    return None
+
+
+class gl:
+    """The part of ``gluon.language`` that the kernel uses. ``program`` is the number of the one that runs, of how many."""
+
+    int32, int64, float32, tensor, shared_memory_descriptor = torch.int32, torch.int64, torch.float32, Value, Shared
+    NVMMADistributedLayout = SliceLayout = DotOperandLayout = BlockedLayout = SwizzledSharedLayout = without_layout
+    program = (0, 1)
+    adding = threading.Lock()
+
+    def constexpr(x):
+        return x
+
+    def static_range(n):
+        return range(n)
+
+    def to_tensor(x):
+        return Value(raw(x))
+
+    def zeros(shape, dtype, layout):
+        return Value(torch.zeros(shape, dtype=dtype))
+
+    def full(shape, x, dtype, layout):
+        return Value(tensor(x).to(dtype).expand(shape))
+
+    def arange(start, end, layout):
+        return Value(torch.arange(start, end))
+
+    def exp2(x):
+        return Value(torch.exp2(x.x))
+
+    def log(x):
+        return Value(torch.log(x.x))
+
+    def abs(x):
+        return Value(x.x.abs())
+
+    def maximum(a, b):
+        return Value(torch.fmax(*torch.broadcast_tensors(tensor(a), tensor(b))))
+
+    def minimum(a, b):
+        return Value(torch.fmin(*torch.broadcast_tensors(tensor(a), tensor(b))))
+
+    def where(keep, a, b):
+        return Value(torch.where(tensor(keep), raw(a), raw(b)))
+
+    def sum(x, axis):
+        return Value(x.x.sum(axis))
+
+    def max(x, axis):
+        """NaN is passed by, as on the GPU."""
+        return Value(torch.where(x.x.isnan(), -math.inf, x.x).amax(axis) if x.x.is_floating_point() else x.x.amax(axis))
+
+    def convert_layout(x, layout):
+        return x
+
+    def split(x):
+        return Value(x.x[..., 0]), Value(x.x[..., 1])
+
+    def program_id(axis):
+        return Value(gl.program[0])
+
+    def num_programs(axis):
+        return gl.program[1]
+
+    def load(pointer, mask=None, other=0.0):
+        flat, keep, at = pointer.places(mask)
+        return Value(torch.where(keep, flat[torch.where(keep, at, 0)], torch.as_tensor(other, dtype=flat.dtype)))
+
+    def store(pointer, x, mask=None):
+        flat, keep, at = pointer.places(mask)
+        flat[at[keep]] = tensor(x).to(flat.dtype).expand(at.shape)[keep]
+
+    def atomic_add(pointer, x):
+        with gl.adding:
+            old = gl.load(pointer)
+            gl.store(pointer, old + x)
+        return old
+
+    def allocate_shared_memory(dtype, shape, layout):
+        """Nothing in it is a number yet."""
+        if isinstance(layout, mbarrier.MBarrierLayout):
+            return Barriers(Barrier() for _ in range(shape[0]))
+        return Shared(torch.full(shape, math.nan if dtype.is_floating_point else 0, dtype=dtype))
+
+    def warp_specialize(partitions, warps, registers):
+        failed = []
+
+        def run(f, args):
+            try:
+                f(*args)
+            except BaseException:  # said by the thread that started this one
+                failed.append(traceback.format_exc())
+
+        threads = [threading.Thread(target=run, args=p) for p in partitions]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert not failed, failed[0]
+
+
+class gluon:
+    def jit(f=None, do_not_specialize=()):
+        return f or (lambda g: g)
+
+    def constexpr_function(f):
+        return f
+
+
+def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
+    product = a.x.float() @ b.x.float()
+    return Value(acc.x + product if use_acc else product)
+
+
+def warpgroup_mma_wait(pending, deps):
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def quick_tanh(s, factor):
+    return 1 - 2 / (1 + gl.exp2(s * factor))
+
+
+def _kernel():
+    """The functions of the sources, without their imports."""
+    names = {
+        "gl": gl, "gluon": gluon, "mbarrier": mbarrier, "tma": tma, "config": config, "quick_tanh": quick_tanh,
+        "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait, "aggregate": lambda c: c,
+        "fence_async_shared": lambda: None,
+    }  # fmt: skip
+    for name in ("pipeline.py", "kernel.py"):
+        source = (SOURCES / name).read_text()
+        source = re.sub(r"^from \S+ import (\((.|\n)*?^\)|.*)$", "", source, flags=re.MULTILINE)
+        exec(compile(source, name, "exec"), names)
+    names["hidden_zero"] = lambda: 0
+    return names
+
+
+def list_tiles(kernel, grid, args, **constants):
+    """In the place of ``ragged.items_kernel``, which tests/test_hopper_ragged.py runs."""
+    cu_q, cu_k, items, out, lse, top, sequences = args[:7]
+    block = constants["BLOCK_M"]
+    lengths = sorted((int(cu_k[n + 1] - cu_k[n]), n) for n in range(sequences))
+    tiles = [(n, t) for _, n in lengths for t in range(-(-int(cu_q[n + 1] - cu_q[n]) // block))]
+    items[0] = len(tiles)
+    items[1 : 1 + 2 * len(tiles)] = torch.tensor(tiles, dtype=torch.int32).flatten()
+    for rows in (slice(0, int(cu_q[0])), slice(int(cu_q[-1]), None)):
+        out[rows] = 0
+        for x in (lse, top):
+            if x is not None:
+                x[:, rows] = -math.inf
+
+
+@contextmanager
+def on_cpu(programs=3):
+    """Within the block ``launch.forward`` runs its own code, and the kernel as this module does."""
+    names, counter = _kernel(), torch.zeros(2, dtype=torch.int32)
+
+    def run(kernel, grid, device, key, tensors, rest):
+        descriptors = [Descriptor(t.x, *t.block) for t in tensors]
+        for n in range(grid):  # one after the other
+            gl.program = n, grid
+            names["named_barrier"] = Named()
+            rest = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in rest]
+            names["forward_kernel"](*descriptors, *rest)
+        assert not counter.any(), "the next launch begins at 0"
+
+    with (
+        mock.patch.object(launch, "_launch", run),
+        mock.patch.object(launch, "_counter", return_value=counter),
+        mock.patch.object(launch, "processors", return_value=programs),
+        mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
+        mock.patch("tilewise.backends.triton.start.launch", list_tiles),
+    ):
+        yield
