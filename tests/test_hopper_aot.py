@@ -84,8 +84,7 @@ def compile_forward(
     types |= {"lengths": "*i64"} if "lengths" in asked else {}
     types |= {"counter": "*i32"} if masked else {}
     packed = {"cu_q": "*i32", "cu_k": "*i32", "items": "*i32", "skew": "i32", "rows": "i32", "o_ptr": f"*{dtype}"}
-    packed |= {"o_h": "i64", "o_l": "i64"}
-    types |= packed if ragged else {}
+    types |= {"o_h": "i64", "o_l": "i64"} | (packed if ragged else {})
     constants = {"D": dim, "DV": dim_v, "HEADS": heads, "BLOCK_N": cfg.block_n, "STAGES": cfg.stages, "WIDE": cfg.wide}
     constants |= {"TURNS": cfg.turns, "LEFT": "left" in asked, "RIGHT": "right" in asked}
     constants |= {x: None for x in ("top", "cap", "sinks", "lengths", "counter", *packed) if x not in types}

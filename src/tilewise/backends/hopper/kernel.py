@@ -638,7 +638,7 @@ def forward_kernel(
     o_s = tiles(o_desc, 2, ROWS, stored(padded(DV)), HEADS)
     ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 2)
     fence_async_shared()
-    ragged = cu_q, cu_k, items, skew, rows, o_ptr, o_h, o_l  # all of them None without
+    ragged = cu_q, cu_k, items, skew, rows, o_ptr, o_h, o_l  # without ragged sequences None, and 0
     if items is not None:
         n_tiles = gl.load(items) * pairs
         n_m = gl.maximum(gl.load(items), 1)

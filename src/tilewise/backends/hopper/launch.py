@@ -248,17 +248,18 @@ def forward(r: Request) -> Output:
     with torch.cuda.device(r.device):
         lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
         counter = _counter(r.device) if masked else None  # without, all tiles take as long
+        sinks = None if r.sinks is None else r.sinks.contiguous()
         q, k, v = (aligned(planes(r, x)) for x in (r.q, r.k, r.v))
         out = tiled(planes(r, o.out), config.ROWS, config.stored(config.padded(r.dim_v)), heads)
         tensors = tiled(q, config.ROWS, heads=heads), tiled(k, cfg.block_n), tiled(v, cfg.block_n), out
         rest = (
-            o.lse, o.max_logits, r.sinks, lengths, counter, r.heads // heads, r.group // heads, r.len_q, r.len_k,
+            o.lse, o.max_logits, sinks, lengths, counter, r.heads // heads, r.group // heads, r.len_q, r.len_k,
             tiles, pairs, min(section, pairs), tiles * pairs, low, high, qk_scale * _LOG2E, cap, q, k, v,
             *tensors[0].strides, *tensors[1].strides, *tensors[2].strides, *_items(r, o, tiles, rows, out.strides),
             r.dim, r.dim_v, heads, cfg.block_n, cfg.stages, cfg.wide, cfg.turns, left, right,
         )  # fmt: skip
         key = (
-            r.dim, r.dim_v, left, right, r.want_max_logits, cap is None, r.sinks is None or r.sinks.dtype,
+            r.dim, r.dim_v, left, right, r.want_max_logits, cap is None, sinks is None or sinks.dtype,
             lengths is None or lengths.dtype, lengths_known,
         )  # fmt: skip
         _launch("forward", min(processors(r.device), tiles * pairs), r.device, key, tensors, rest)
@@ -268,7 +269,7 @@ def forward(r: Request) -> Output:
 def _items(r: Request, o: Output, most: int, tile: int, out_strides: tuple[int, ...]) -> tuple:
     """What the kernel is told of a ragged batch, its list of tiles of so many rows among it; nothing of another one."""
     if r.ragged is None:
-        return (None,) * 8
+        return (*(None,) * 6, 0, 0)
     from ..triton.start import launch
     from .ragged import CHUNK, ROWS, items_kernel
 
