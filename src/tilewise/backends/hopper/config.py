@@ -33,10 +33,11 @@ def stored(columns: int) -> int:
 
 
 def packed(len_q: int, group: int) -> int:
-    """How many query heads of a key head share a tile. As many as make the tiles a tenth fewer: where heads have tiles
-    of their own, most rows of those are beyond the last query if there are few, and each reads keys and values again.
+    """How many query heads of a key head share a tile of a ragged batch. Two if that makes the tiles a tenth fewer:
+    where heads have tiles of their own, most rows of those are beyond the last query if there are few, and each reads
+    keys and values again. The kernel takes any power of two, and other batches; no GPU has run those.
     """
-    tiles = {p: -(-len_q * p // BLOCK_M) * (group // p) for p in (1, 2, 4, 8, 16, 32, 64) if group % p == 0}
+    tiles = {p: -(-len_q * p // BLOCK_M) * (group // p) for p in (1, 2) if group % p == 0}
     best = min(tiles, key=lambda p: (tiles[p], p))
     return best if tiles[best] < 0.9 * tiles[1] else 1
 
