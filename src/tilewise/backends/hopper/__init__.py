@@ -12,6 +12,7 @@ This module imports without Triton; the kernels are imported when the first requ
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 
@@ -31,26 +32,26 @@ class HopperBackend(Backend):
     dtypes = (torch.bfloat16, torch.float16)
     features = frozenset({"mask", "lse", "max_logits", "gqa", "dim_v", "softcap", "sinks", "varlen"})
 
-    def limits(self, r: Request) -> list[Reason]:
-        reasons = machine(r.device) if r.device.type == "cuda" else []
+    def limits(self, r: Request) -> Iterator[Reason]:
+        if r.device.type == "cuda":
+            yield from machine(r.device)
         for name, dim in (("head dims", r.dim), ("value head dims", r.dim_v)):
             if dim not in config.HEAD_DIMS:
-                reasons.append(Reason(f"takes {name} {', '.join(map(str, config.HEAD_DIMS))}, got {dim}"))
+                yield Reason(f"takes {name} {', '.join(map(str, config.HEAD_DIMS))}, got {dim}")
         if r.softcap is not None and r.softcap > config.LARGEST_CAP:
-            reasons.append(Reason(f"takes a softcap up to {config.LARGEST_CAP}, got {r.softcap}"))
+            yield Reason(f"takes a softcap up to {config.LARGEST_CAP}, got {r.softcap}")
         if not 0 < r.scale < float("inf"):
-            reasons.append(Reason(f"takes a finite scale > 0, got {r.scale}"))
+            yield Reason(f"takes a finite scale > 0, got {r.scale}")
         if launch.kept(r.mask, r.len_q, r.len_k) is None:
             why = "takes bands (causal, window) and key lengths padded on the right, joined by &"
-            reasons.append(Reason(f"{why}; got {r.mask!r}"))
+            yield Reason(f"{why}; got {r.mask!r}")
         if r.ragged is not None and launch.skewed(r.mask) is None:
-            reasons.append(Reason(f"takes bands of one alignment in ragged sequences; got {r.mask!r}"))
+            yield Reason(f"takes bands of one alignment in ragged sequences; got {r.mask!r}")
         for name, x in (("query", r.q), ("key", r.k), ("value", r.v)):
             if not launch.describable(launch.planes(r, x)):
                 why = f"needs {name} with a last stride of 1, its other strides and its offset multiples of 8"
                 got = f"got strides {x.stride()} and offset {launch.offset(x)}"
-                reasons.append(Reason(f"{why} and above 0, {got}", f"{name}.contiguous()"))
-        return reasons
+                yield Reason(f"{why} and above 0, {got}", f"{name}.contiguous()")
 
     def forward(self, r: Request) -> Output:
         return launch.forward(r)
