@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise
-from tilewise import masks
+from tilewise import masks, philox_loop
 from tilewise.backends import products
 from tilewise.bench.timing import alternate, turn
 from tilewise.masks import Mask
@@ -179,9 +179,11 @@ def main() -> None:
     torch.manual_seed(0)
     record: dict[str, Any] = {
         "torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine(),
-        "capability": torch.backends.cpu.get_cpu_capability(), "rounds": a.rounds, "rows": [],
+        "capability": torch.backends.cpu.get_cpu_capability(), "numba": philox_loop.INSTALLED, "rounds": a.rounds,
+        "rows": [],
     }  # fmt: skip
-    print(f"torch {record['torch']}, {record['threads']} threads, {record['capability']}")
+    loop = "dropout's words by numba" if philox_loop.INSTALLED else "no numba for dropout's words"
+    print(f"torch {record['torch']}, {record['threads']} threads, {record['capability']}, {loop}")
     print("\ntimes as fast as PyTorch, medians of calls in turn")
     print(f"{'group':9} {'case':23} {'dtype':5} {'(B, H, L, D)':20} {'forward':>8} {'backward':>9}")
     for cell in cells():
