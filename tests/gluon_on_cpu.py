@@ -205,7 +205,7 @@ class Descriptor:
 
 class tma:
     @staticmethod
-    def async_copy_global_to_shared(desc, at, barrier, shared):
+    def load(desc, at, barrier, shared):
         assert shared.shape == desc.block
         here, there = desc.window(at)
         shared.x.zero_()
@@ -213,7 +213,7 @@ class tma:
         mbarrier.arrive(barrier)
 
     @staticmethod
-    def async_copy_shared_to_global(desc, at, shared):
+    def store(desc, at, shared):
         assert shared.shape == desc.block
         here, there = desc.window(at)
         desc.x[here] = shared.x[there]
@@ -353,7 +353,7 @@ def _kernel():
     names = {
         "gl": gl, "gluon": gluon, "mbarrier": mbarrier, "tma": tma, "config": config, "quick_tanh": quick_tanh,
         "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait, "aggregate": lambda c: c,
-        "fence_async_shared": lambda: None,
+        "fence_async_shared": lambda: None, "tma_load": tma.load, "tma_store": tma.store,
     }  # fmt: skip
     for name in ("pipeline.py", "kernel.py"):
         source = (SOURCES / name).read_text()
@@ -381,22 +381,30 @@ def list_tiles(kernel, grid, args, **constants):
 @contextmanager
 def on_cpu(programs=3):
     """Within the block ``launch.forward`` runs its own code, and the kernel as this module does."""
+    from tilewise.backends.hopper.kernel import forward_kernel
+    from tilewise.backends.hopper.ragged import items_kernel
+    from tilewise.backends.triton.start import Tiled
+
     names, counter = _kernel(), torch.zeros(2, dtype=torch.int32)
 
-    def run(kernel, grid, device, key, tensors, rest):
-        descriptors = [Descriptor(t.x, *t.block) for t in tensors]
+    def given(x):
+        return Descriptor(x.x, *x.block) if isinstance(x, Tiled) else Pointer(x) if isinstance(x, torch.Tensor) else x
+
+    def run(kernel, grid, args, masks=(), **constants):
+        if kernel is items_kernel:
+            list_tiles(kernel, grid, args, **constants)
+            return
+        assert kernel is forward_kernel
         for n in range(grid):  # one after the other
             gl.program = n, grid
             names["named_barrier"] = Named()
-            rest = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in rest]
-            names["forward_kernel"](*descriptors, *rest)
+            names["forward_kernel"](*map(given, args), **constants)
         assert not counter.any(), "the next launch begins at 0"
 
     with (
-        mock.patch.object(launch, "_launch", run),
         mock.patch.object(launch, "_counter", return_value=counter),
         mock.patch.object(launch, "processors", return_value=programs),
         mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
-        mock.patch("tilewise.backends.triton.start.launch", list_tiles),
+        mock.patch("tilewise.backends.triton.start.launch", run),
     ):
         yield

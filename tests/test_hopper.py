@@ -225,10 +225,14 @@ def test_visits_the_tiles_of_the_tile_map():
             assert full >= int((table[row] == FULL).sum()) - 1, "the last may be cut by the end of the keys"
 
 
-def test_few_queries_of_many_heads_share_a_tile():
+def test_few_queries_of_many_heads_share_a_tile(monkeypatch):
     """Never more tiles than without, and where queries fill tiles of their own, those."""
-    assert [config.packed(n, 8) for n in (1, 5, 16, 100, 128, 200, 257, 1000, 4096)] == [2, 2, 2, 1, 1, 1, 2, 1, 1]
-    assert [config.packed(1, group) for group in (1, 3, 6, 12, 71, 128)] == [1, 1, 2, 2, 1, 2]
+    lengths = 1, 5, 16, 100, 128, 200, 257, 1000, 4096
+    assert [config.packed(n, 8, "padded") for n in lengths] == [1] * 9
+    assert [config.packed(n, 8, "ragged") for n in lengths] == [2, 2, 2, 1, 1, 1, 2, 1, 1]
+    monkeypatch.setitem(config.MOST_PACKED, "padded", 64)
+    assert [config.packed(n, 8, "padded") for n in lengths] == [8, 8, 8, 8, 1, 8, 8, 1, 1]
+    assert [config.packed(1, group, "padded") for group in (1, 3, 6, 12, 71, 128)] == [1, 1, 2, 4, 1, 64]
 
 
 def test_every_tile_is_worked_on_once():

@@ -32,12 +32,15 @@ def stored(columns: int) -> int:
     return min(columns, 128)
 
 
-def packed(len_q: int, group: int) -> int:
-    """How many query heads of a key head share a tile of a ragged batch. Two if that makes the tiles a tenth fewer:
-    where heads have tiles of their own, most rows of those are beyond the last query if there are few, and each reads
-    keys and values again. The kernel takes any power of two, and other batches; no GPU has run those.
+MOST_PACKED = {"ragged": 2, "padded": 1}  # heads in a tile. The kernel takes up to 64; no GPU has run more than these
+
+
+def packed(len_q: int, group: int, batch: str) -> int:
+    """How many query heads of a key head share a tile. As many as make the tiles a tenth fewer: where heads have tiles
+    of their own, most rows of those are beyond the last query if there are few, and each reads keys and values again.
     """
-    tiles = {p: -(-len_q * p // BLOCK_M) * (group // p) for p in (1, 2) if group % p == 0}
+    some = [p for p in (1, 2, 4, 8, 16, 32, 64) if group % p == 0 and p <= MOST_PACKED[batch]]
+    tiles = {p: -(-len_q * p // BLOCK_M) * (group // p) for p in some}
     best = min(tiles, key=lambda p: (tiles[p], p))
     return best if tiles[best] < 0.9 * tiles[1] else 1
 

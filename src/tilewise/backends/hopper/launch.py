@@ -168,7 +168,8 @@ def _forward(r: Request, counter: Tensor | None, work: Work) -> Output:
     low, high, left, right = ends(keep)
     masked = left or right or keep.lengths is not None or not lengths_known
     cfg = config.choose(r.dim, r.dim_v, masked, left)
-    heads = 1 if lengths_known else config.packed(r.q.shape[0] // r.batch, r.group)
+    queries, batch = (r.len_q, "padded") if lengths_known else (r.q.shape[0] // r.batch, "ragged")
+    heads = config.packed(queries, r.group, batch)
     rows = config.BLOCK_M // heads
     if lengths_known:
         tiles, pairs = -(-r.len_q // rows), r.batch * r.heads // heads
