@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,13 @@ def table() -> str:
 
 
 def speeds() -> str:
-    """TFLOP/s of the records as Markdown tables, forward / backward."""
-    tables = []
-    for r in records():
-        if rows := r.get("speed_tflops"):
-            tables.append(_whole(f"{r['gpu']}, bf16", rows))
-    return "\n\n".join(tables)
+    """TFLOP/s of the records as Markdown tables, forward / backward. Empty without them."""
+    return _numbers("speed_tflops", lambda r: f"{r['gpu']}, bf16")
+
+
+def hosts() -> str:
+    """Microseconds that a call takes on the host, as ``speeds``."""
+    return _numbers("host_us", lambda r: f"{r['backend']}, host of the {r['gpu']}: microseconds")
 
 
 def ratios() -> str:
@@ -60,15 +62,6 @@ def ratios() -> str:
             lines = [_row(row, [_ratio(row.get(n), row[ours]) for n in names]) for row in rows]
             title = f"{r['gpu']}, bf16, {state(r)}: time / time of {ours}"
             tables.append("\n".join([*_header(title, names), *lines]))
-    return "\n\n".join(tables)
-
-
-def hosts() -> str:
-    """Microseconds that a call takes on the host, forward / backward, as Markdown tables. Empty without records."""
-    tables = []
-    for r in records():
-        if rows := r.get("host_us"):
-            tables.append(_whole(f"{r['backend']}, host of the {r['gpu']}: microseconds", rows))
     return "\n\n".join(tables)
 
 
@@ -110,11 +103,15 @@ def _contestants(rows: list[Record]) -> list[str]:
     return list(dict.fromkeys(n for row in rows for n in row if n not in ("dim", "length", "mask")))
 
 
-def _whole(title: str, rows: list[Record]) -> str:
-    """Whole numbers of all contestants."""
-    names = _contestants(rows)
-    lines = [_row(row, [_pair(row.get(n), lambda x: f"{x:.0f}") for n in names]) for row in rows]
-    return "\n".join([*_header(title, names), *lines])
+def _numbers(section: str, title: Callable[[Record], str]) -> str:
+    """A section of the records in whole numbers."""
+    tables = []
+    for r in records():
+        if rows := r.get(section):
+            names = _contestants(rows)
+            lines = [_row(row, [_pair(row.get(n), lambda x: f"{x:.0f}") for n in names]) for row in rows]
+            tables.append("\n".join([*_header(title(r), names), *lines]))
+    return "\n\n".join(tables)
 
 
 def _header(title: str, names: list[str]) -> list[str]:

@@ -425,7 +425,9 @@ def test_a_run_writes_its_record_section_by_section(tmp_path, monkeypatch):
     assert "suite" not in first
     run.host([gpu_speed.Cell("causal", 64, 128, True)])
     (row,) = json.loads(path.read_text())["host_us"]
-    assert 0 < row["tiled"]["forward"] < row["tiled"]["backward"] * 20
+    assert set(row["tiled"]) == {"forward", "backward"}
+    assert min(row["tiled"].values()) > 0
+    assert "error" in row["flex"]
     monkeypatch.setitem(suite.CHECKS, "fine", lambda *a: "a|figure")
     monkeypatch.setitem(suite.CHECKS, "wrong", lambda *a: suite.require(False, "it differs"))
     checks = [(("fine", "a"), ("wrong", "b")), (("another stream", "causal"),)]

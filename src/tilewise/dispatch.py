@@ -87,10 +87,6 @@ class Backend:
     features: ClassVar[frozenset[str]] = FEATURES
     hints: ClassVar[dict[str, str]] = {}  # feature -> the change that would do without it
 
-    def on(self, device: str) -> bool:
-        """Whether it runs on that type of device, as far as it declares so."""
-        return self.devices is None or device in self.devices
-
     def why_not(self, r: Request) -> list[Reason]:
         """All reasons, in the order: device, dtype, features, and what the backend itself adds."""
         return list(self._reasons(r))
@@ -100,7 +96,7 @@ class Backend:
         return next(self._reasons(r), None) is None
 
     def _reasons(self, r: Request) -> Iterator[Reason]:
-        if self.devices is not None and not self.on(r.device.type):
+        if self.devices is not None and r.device.type not in self.devices:
             yield Reason(f"runs on {' or '.join(self.devices)}, the tensors are on {r.device.type}")
         if r.dtype not in self.dtypes:
             names = ", ".join(str(d).removeprefix("torch.") for d in self.dtypes)
