@@ -388,7 +388,7 @@ def _sums(c: Repeatable) -> int:
 
 def memory(backend: str, device: Device, case: str, length: int = 4000) -> str:
     """Peak bytes beyond the inputs: forward out and lse; backward delta, the gradients and what ``hopper`` sums up in.
-    Tile lists on top.
+    Tile lists, and whether a tile is finite, on top.
     """
     c = repeatable(case, device, length)
     c.run(backend)  # what is made once
@@ -398,6 +398,7 @@ def memory(backend: str, device: Device, case: str, length: int = 4000) -> str:
     backward = rows + sum(x.nbytes for x in c.tensors) + (_sums(c) if backend == "hopper" else 0)
     lists = length**2 // 64 if case == "documents" else 0  # O(tiles): under a bit for eight pairs
     small = 2**16 if case == "alibi" else 0  # the slopes' gradient, one number for each tile of queries
+    small += rows // 32  # a byte for each tile of queries and of keys, of 16 or more
     with requested(device) as first:
         out = c.call(*c.tensors, backend=backend)
     with requested(device) as second:

@@ -30,10 +30,10 @@ def careful_kernel(
                 if at < total_q:
                     bh = at // n_q
                     dq_tile(
-                        at % n_q, bh % heads, bh // heads, q, k, v, do, lse, None, delta, dq, qs, ks, vs, dos, dqs,
-                        stats, 0, 0, len_q, len_k, n_q, heads, group, scale, qk_scale, 0.0, None, (0, 0, 0, 0), None,
-                        (0, 0, 0, 0), None, (0, 0), None, None, 0, 1.0, None, (0, 0, 0), m, KEEP, REACH_K, D, D, 64,
-                        64, D, D, UNIT, False, WIDE, False, "ieee", True,
+                        at % n_q, bh % heads, bh // heads, q, k, v, do, lse, None, None, None, delta, dq, qs, ks, vs,
+                        dos, None, None, dqs, stats, 0, 0, len_q, len_k, n_q, heads, group, scale, qk_scale, 0.0, None,
+                        (0, 0, 0, 0), None, (0, 0, 0, 0), None, (0, 0), None, None, None, None, 0, 1.0, None,
+                        (0, 0, 0), m, KEEP, REACH_K, D, D, 64, 64, D, D, UNIT, False, WIDE, False, "ieee", True,
                     )  # fmt: skip
                 else:
                     pair = (at - total_q) // n_k

@@ -1,12 +1,12 @@
 """The backward kernels: P is recomputed from the scores and lse, as in ``tiled``. No atomics: repeatable bit for bit.
 
-    delta   rowsum(dO * O) - dlse of each row, and the sinks' share of each tile
+    dq      a tile of queries stays, tiles of keys stream past; first delta = rowsum(dO * O) - dlse of its rows, which
+            the others read; also the gradients of sinks, of ALiBi and of an unbroadcast bias
     dkdv    a tile of keys stays; tiles of queries of all query heads of its key head stream past
-    dq      a tile of queries stays, tiles of keys stream past; also the gradients of ALiBi and of an unbroadcast bias
     dbias   of a broadcast bias: a program owns a tile of it and sums over what is broadcast
 
 What the kernels must not let through is as in ``forward``: products that come out as not a number are done
-again, carefully.
+again, by ``backward_careful_kernel``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from .primitives import (
     NATURAL,
     add_to_row,
     any_odd,
-    apart,
     cleaned,
     distance,
     dot,
     edge,
     exp_scores,
+    flagged,
     head_base,
     head_slope,
-    hidden_zero,
     kept,
     like,
     listed,
@@ -36,6 +35,7 @@ from .primitives import (
     load_bias_pairs,
     load_row,
     load_tile,
+    odd_rows,
     odd_sum,
     offset64,
     pair_ptrs,
@@ -65,18 +65,24 @@ def load_stat(x, at, i0, len_q, N: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr):
-    """lse in the unit of the scores (0 for a row without keys), lse_low in units of log2 and delta of rows i0 .. i0 +
-    BLOCK_M."""
+def lse_rows(lse, low, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr):
+    """lse of rows i0 .. i0 + BLOCK_M in the unit of the scores (0 for a row without keys), and lse_low in units of
+    log2, where there is one."""
     x = load_stat(lse, at, i0, len_q, BLOCK_M, TAIL)
     x = tl.where(x == -INF, 0.0, x)
     if UNIT != NATURAL:
         x = x * LOG2E
-    d = load_stat(delta, at, i0, len_q, BLOCK_M, TAIL)
-    rest = d
+    rest = x
     if low is not None:
         rest = load_stat(low, at, i0, len_q, BLOCK_M, TAIL) * LOG2E
-    return x, rest, d
+    return x, rest
+
+
+@triton.jit
+def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr):
+    """``lse_rows``, and delta."""
+    x, rest = lse_rows(lse, low, at, i0, len_q, BLOCK_M, UNIT, TAIL)
+    return x, rest, load_stat(delta, at, i0, len_q, BLOCK_M, TAIL)
 
 
 @triton.jit
@@ -118,38 +124,6 @@ def grad_scores(
 def scaled(x, scale):
     """x * scale, for a sum x: one of nothing stays 0 under a scale that is not a number."""
     return tl.where(x == 0, 0.0, x * scale)
-
-
-# --- delta ----------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["len_q", "tiles"])
-def delta_kernel(
-    o, do, lse, dlse, delta, os, dos, stats, dlse_strides, cu_q, len_q, tiles, heads, sinks, dsinks,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """delta of a tile of rows; the sink is a key whose value is 0, so its dP is 0: dsinks (b, h, tile)."""
-    pid = tl.program_id(0)
-    tile, bh = pid % tiles, pid // tiles
-    b, h = bh // heads, bh % heads
-    first_q, len_q = sequence(b, cu_q, len_q)
-    i0 = tile * BLOCK_M
-    rows = i0 + tl.arange(0, BLOCK_M)
-    inside = rows < len_q
-    a = load_tile(head_base(o, os, b, h, first_q), i0, len_q, os, BLOCK_M, DV, BLOCK_DV, True, WIDE)
-    g = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
-    d = tl.sum(a.to(tl.float32) * g.to(tl.float32), 1)
-    at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q + rows
-    if dlse is not None:
-        from_lse = offset64(b, dlse_strides[0]) + offset64(h, dlse_strides[1]) + offset64(first_q, dlse_strides[2])
-        d -= tl.load(dlse + from_lse + rows.to(tl.int64) * dlse_strides[2], mask=inside, other=0.0)
-    tl.store(delta + at, d, mask=inside)
-    if sinks is not None:
-        row_lse = tl.load(lse + at, mask=inside, other=0.0)
-        row_lse = tl.where(row_lse == -INF, 0.0, row_lse)
-        sink = tl.load(sinks + h).to(tl.float32)
-        ds = -tl.exp2((sink - row_lse) * LOG2E) * d
-        tl.store(dsinks + pid, tl.sum(tl.where(inside, ds, 0.0), 0))
 
 
 # --- dK and dV ------------------------------------------------------------------------------------
@@ -337,7 +311,7 @@ def dkdv_tile(
     found = 0
     if not CAREFUL and (KEEP is not None or bias is not None):
         inside = j0 + tl.arange(0, BLOCK_N) < len_k
-        found = tl.maximum(any_odd(acc_k, inside), any_odd(acc_v, inside))
+        found = any_odd(odd_rows(acc_k) + odd_rows(acc_v), inside)
     if NEED_DK:
         dk = head_base(dk, dks, b, kv_head, first_k)
         store_tile(dk, j0, len_k, dks, scaled(acc_k, scale), BLOCK_N, D, BLOCK_D, WIDE)
@@ -363,14 +337,14 @@ def dkdv_tile(
 
 @triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
 def dkdv_kernel(
-    q, k, v, do, lse, low, delta, dk, dv, qs, ks, vs, dos, dks, dvs, stats, cu_q, cu_k, len_q, len_k, tiles, heads,
+    q, k, v, do, lse, low, delta, dk, dv, odd, qs, ks, vs, dos, dks, dvs, stats, cu_q, cu_k, len_q, len_k, tiles, heads,
     group, pairs, section, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
     survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """One program a (key tile, key/value head, batch entry)."""
+    """One program a (key tile, key/value head, batch entry). odd (b, kv head, tile): which came out not finite."""
     vs, dos = like(vs, ks), like(dos, qs)
     tile, kv_head, b = unflatten(tl.program_id(0), tiles, heads // group, pairs, section, False, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
@@ -383,17 +357,8 @@ def dkdv_kernel(
         survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT,
         SOFTCAP, WIDE, UPCAST, PRECISION, PAIRED, False,
     )  # fmt: skip
-    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
-        if found > 0:
-            tl.debug_barrier()  # what is stored is stored again
-            zero = hidden_zero(found)
-            dkdv_tile(
-                tile + zero, kv_head + zero, b + zero, q, k, v, do, lse, low, delta, dk, dv, apart(qs, zero),
-                apart(ks, zero), apart(vs, zero), apart(dos, zero), apart(dks, zero), apart(dvs, zero), stats,
-                first_q, first_k, len_q, len_k, heads, group, scale, qk_scale, cap, bias, bias_strides, alibi,
-                alibi_strides, rng, threshold, survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, PAIRED, True,
-            )  # fmt: skip
+    if odd is not None:
+        tl.store(odd + (b * (heads // group) + kv_head) * tiles + tile, found)
 
 
 # --- dQ -------------------------------------------------------------------------------------------
@@ -475,15 +440,40 @@ def odd_keys(
 
 
 @triton.jit
-def dq_tile(
-    tile, h, b, q, k, v, do, lse, low, delta, dq, qs, ks, vs, dos, dqs, stats, first_q, first_k, len_q, len_k, tiles,
-    heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi, rng,
-    threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    CAREFUL: tl.constexpr,
+def delta_rows(
+    do, o, dlse, delta, lse, os, dlse_strides, at, b, h, tile, tiles, i0, first_q, len_q, heads, sinks, dsinks,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """dQ (M, D) of one tile of queries; dalibi (b, h, tile). Returns 1 if dQ came out not finite."""
+    """delta of a tile of rows from its tile of dO, which is also stored. The sink is a key whose value is 0, so its dP
+    is 0: dsinks (b, h, tile)."""
+    rows = i0 + tl.arange(0, BLOCK_M)
+    inside = rows < len_q
+    x = load_tile(head_base(o, os, b, h, first_q), i0, len_q, os, BLOCK_M, DV, BLOCK_DV, True, WIDE)
+    d = tl.sum(x.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse is not None:
+        from_lse = offset64(b, dlse_strides[0]) + offset64(h, dlse_strides[1]) + offset64(first_q, dlse_strides[2])
+        d -= tl.load(dlse + from_lse + rows.to(tl.int64) * dlse_strides[2], mask=inside, other=0.0)
+    tl.store(delta + at + rows, d, mask=inside)
+    if dsinks is not None:
+        natural, _ = lse_rows(lse, None, at, i0, len_q, BLOCK_M, NATURAL, True)
+        ds = -tl.exp2((tl.load(sinks + h).to(tl.float32) - natural) * LOG2E) * d
+        tl.store(dsinks + offset64(b * heads + h, tiles) + tile, tl.sum(tl.where(inside, ds, 0.0), 0))
+    return d
+
+
+@triton.jit
+def dq_tile(
+    tile, h, b, q, k, v, do, lse, low, o, dlse, delta, dq, qs, ks, vs, dos, os, dlse_strides, dqs, stats, first_q,
+    first_k, len_q, len_k, tiles, heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi,
+    alibi_strides, dalibi, sinks, dsinks, rng, threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr,
+    REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """dQ (M, D) of one tile of queries; dalibi (b, h, tile). Returns 1 if dQ came out not finite.
+
+    o None: delta is stored already.
+    """
     i0 = tile * BLOCK_M
     bh = b * heads + h
     k_base, v_base = head_base(k, ks, b, h // group, first_k), head_base(v, vs, b, h // group, first_k)
@@ -501,7 +491,16 @@ def dq_tile(
     q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
     do_tile = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, True)
+    row_lse, row_low = lse_rows(lse, low, at, i0, len_q, BLOCK_M, UNIT, True)
+    if o is None:
+        row_delta = load_stat(delta, at, i0, len_q, BLOCK_M, True)
+    else:
+        row_delta = delta_rows(
+            do_tile, o, dlse, delta, lse, os, dlse_strides, at, b, h, tile, tiles, i0, first_q, len_q, heads, sinks,
+            dsinks, DV, BLOCK_M, BLOCK_DV, WIDE,
+        )  # fmt: skip
+    if dq is None and dbias is None and dalibi is None:
+        return 0
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     da = tl.zeros([BLOCK_M], tl.float32)
     odd = 0
@@ -523,7 +522,7 @@ def dq_tile(
     inside = i0 + tl.arange(0, BLOCK_M) < len_q
     found = 0
     if not CAREFUL and (KEEP is not None or bias is not None):
-        found = any_odd(acc, inside)
+        found = any_odd(odd_rows(acc), inside)
     if dq is not None:
         dq = head_base(dq, dqs, b, h, first_q)
         store_tile(dq, i0, len_q, dqs, scaled(acc, scale), BLOCK_M, D, BLOCK_D, WIDE)
@@ -549,14 +548,14 @@ def dq_tile(
 
 @triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
 def dq_kernel(
-    q, k, v, do, lse, low, delta, dq, qs, ks, vs, dos, dqs, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group, pairs,
-    section, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi, rng,
-    threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, lse, low, o, dlse, delta, dq, odd, qs, ks, vs, dos, os, dlse_strides, dqs, stats, cu_q, cu_k, len_q,
+    len_k, tiles, heads, group, pairs, section, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi,
+    alibi_strides, dalibi, sinks, dsinks, rng, threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr,
+    REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr,
+    BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (query tile, query head, batch entry)."""
+    """One program a (query tile, query head, batch entry). odd (b, h, tile): which came out not finite."""
     vs, dos = like(vs, ks), like(dos, qs)
     tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
@@ -564,22 +563,61 @@ def dq_kernel(
     if tile * BLOCK_M >= len_q:
         return
     found = dq_tile(
-        tile, h, b, q, k, v, do, lse, low, delta, dq, qs, ks, vs, dos, dqs, stats, first_q, first_k, len_q, len_k,
-        tiles, heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides,
-        dalibi, rng, threshold, survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D,
-        BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
+        tile, h, b, q, k, v, do, lse, low, o, dlse, delta, dq, qs, ks, vs, dos, os, dlse_strides, dqs, stats, first_q,
+        first_k, len_q, len_k, tiles, heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides,
+        alibi, alibi_strides, dalibi, sinks, dsinks, rng, threshold, survivor_weight, lists, list_strides, m, KEEP,
+        REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
     )  # fmt: skip
-    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
-        if found > 0:
-            tl.debug_barrier()  # what is stored is stored again
-            zero = hidden_zero(found)
-            dq_tile(
-                tile + zero, h + zero, b + zero, q, k, v, do, lse, low, delta, dq, apart(qs, zero), apart(ks, zero),
-                apart(vs, zero), apart(dos, zero), apart(dqs, zero), stats, first_q, first_k, len_q, len_k, tiles,
-                heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides, alibi, alibi_strides,
-                dalibi, rng, threshold, survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
-            )  # fmt: skip
+    if odd is not None:
+        tl.store(odd + (b * heads + h) * tiles + tile, found)
+
+
+# --- once more, carefully --------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "tiles_q", "tiles_k", "total_q", "total_k", "threshold"])
+def backward_careful_kernel(
+    q, k, v, do, lse, low, delta, dq, dk, dv, odd_q, odd_k, qs, ks, vs, dos, dqs, dks, dvs, stats, cu_q, cu_k, len_q,
+    len_k, tiles_q, tiles_k, total_q, total_k, heads, group, scale, qk_scale, cap, bias, bias_strides, dbias,
+    dbias_strides, alibi, alibi_strides, dalibi, rng, threshold, survivor_weight, lists_q, list_strides_q, lists_k,
+    list_strides_k, m, KEEP: tl.constexpr, REACH_K: tl.constexpr, REACH_Q: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, DQ_M: tl.constexpr, DQ_N: tl.constexpr, DKDV_M: tl.constexpr, DKDV_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The tiles of dQ, and those of dK and dV, that are odd. Every so-many-th is a program's: neighbours are often odd
+    together."""
+    vs, dos = like(vs, ks), like(dos, qs)
+    first, step = tl.program_id(0), tl.num_programs(0)
+    if odd_q is not None:  # noqa: SIM102 - the outer one is decided when compiling
+        if flagged(odd_q, first, step, total_q, CHUNK) > 0:
+            for at in tl.range(first, total_q, step, num_stages=1):
+                tile, h, b = at % tiles_q, at // tiles_q % heads, at // tiles_q // heads
+                first_q, own_q = sequence(b, cu_q, len_q)
+                first_k, own_k = sequence(b, cu_k, len_k)
+                if (tl.load(odd_q + at) > 0) & (tile * DQ_M < own_q):
+                    dq_tile(
+                        tile, h, b, q, k, v, do, lse, low, None, None, delta, dq, qs, ks, vs, dos, None, None, dqs,
+                        stats, first_q, first_k, own_q, own_k, tiles_q, heads, group, scale, qk_scale, cap, bias,
+                        bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi, None, None, rng, threshold,
+                        survivor_weight, lists_q, list_strides_q, m, KEEP, REACH_K, D, DV, DQ_M, DQ_N, BLOCK_D,
+                        BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+                    )  # fmt: skip
+    if odd_k is not None:  # noqa: SIM102
+        if flagged(odd_k, first, step, total_k, CHUNK) > 0:
+            for at in tl.range(first, total_k, step, num_stages=1):
+                tile, pair, kv_heads = at % tiles_k, at // tiles_k, heads // group
+                b = pair // kv_heads
+                first_q, own_q = sequence(b, cu_q, len_q)
+                first_k, own_k = sequence(b, cu_k, len_k)
+                if (tl.load(odd_k + at) > 0) & (tile * DKDV_N < own_k):
+                    dkdv_tile(
+                        tile, pair % kv_heads, b, q, k, v, do, lse, low, delta, dk, dv, qs, ks, vs, dos, dks, dvs,
+                        stats, first_q, first_k, own_q, own_k, heads, group, scale, qk_scale, cap, bias, bias_strides,
+                        alibi, alibi_strides, rng, threshold, survivor_weight, lists_k, list_strides_k, m, KEEP,
+                        REACH_Q, D, DV, DKDV_M, DKDV_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
+                        False, True,
+                    )  # fmt: skip
 
 
 # --- the gradient of a broadcast bias --------------------------------------------------------------
@@ -645,7 +683,7 @@ def dbias_kernel(
                     i, j, i0, j0, None, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV, BLOCK_M, BLOCK_N,
                     BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
                 )  # fmt: skip
-            odd = any_odd(acc, tl.arange(0, BLOCK_M) >= 0)
+            odd = any_odd(odd_rows(acc), tl.arange(0, BLOCK_M) >= 0)
     if odd > 0:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for n in tl.range(0, times):

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-FORWARD, DELTA, DKDV, DQ, DBIAS = "forward", "delta", "dkdv", "dq", "dbias"
-DIRECTIONS = (FORWARD, DELTA, DKDV, DQ, DBIAS)
+FORWARD, DKDV, DQ, DBIAS = "forward", "dkdv", "dq", "dbias"
+DIRECTIONS = (FORWARD, DKDV, DQ, DBIAS)
 RANGES, WINDOW, LISTS = "ranges", "window", "lists"  # how a mask says which tiles to visit
 LIGHT, DROPOUT, BIAS, EXTRA = "light", "dropout", "bias", "extra"  # changes of the scores
 BUCKETS = (16, 32, 64, 128, 256, 512)  # head dims are padded to these inside the kernels
@@ -249,13 +249,13 @@ _AMD_FP32: dict[str, tuple[Row, ...]] = {  # a warp is 64 threads
     DQ: (row(128, Config(32, 32, 4, 1)), row(512, Config(16, 16, 4, 1))),
     DBIAS: (row(128, Config(32, 32, 4, 1)), row(512, Config(16, 16, 4, 1))),
 }
-_DELTA = (row(128, Config(64, 64, 4, 1)), row(512, Config(16, 16, 4, 1)))  # bound by memory: a few rows a warp
+CHUNK = 32  # tiles of which a program of the careful kernels sees whether they are odd
 
 
 def tables(half: bool, gpu: str) -> dict[str, tuple[Row, ...]]:
     """The rows of each direction, for 16 bits or fp32."""
     halves, fp32 = {SM90: (_SM90, _FP32), SM80: (_SM80, _FP32), AMD: (_AMD, _AMD_FP32)}[gpu]
-    return {DELTA: _DELTA, **(halves if half else fp32)}
+    return halves if half else fp32
 
 
 @lru_cache

@@ -1,21 +1,23 @@
 """The forward kernel: a tile of queries stays, tiles of keys and values stream past, as in ``tiled``.
 
 One program a (query tile, query head, batch entry). Full tiles come first and take no mask arithmetic, then the
-masked ones. Masked values are multiplied by a P of 0, which hides everything but NaN and inf; so should the
-accumulator end up not finite, the program starts anew with a product that is careful (and slow). What is usual
-pays one comparison a program for it.
+masked ones. Masked values are multiplied by a P of 0, which hides everything but NaN and inf; so a tile whose
+accumulator ends up not finite is done again by ``forward_careful_kernel``, with a product that is careful (and slow).
+What is usual pays one comparison a program for it, and the launch of a kernel that finds nothing to do.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from ...dispatch import Output
 from ...request import NEG_INF, Request
-from .config import FORWARD
+from .config import CHUNK, FORWARD
 from .launch import Problem, decided_by, inputs, on_device
 from .primitives import (
     FOLDED,
@@ -24,20 +26,20 @@ from .primitives import (
     NATURAL,
     add_to_row,
     any_odd,
-    apart,
     cleaned,
     dot,
     edge,
     exp_scores,
     exp_unit,
+    flagged,
     head_base,
     head_slope,
-    hidden_zero,
     kept,
     listed,
     load_bias,
     load_row,
     load_tile,
+    odd_rows,
     odd_sum,
     offset64,
     pick,
@@ -171,7 +173,7 @@ def forward_tile(
     inside = rows < len_q
     found = 0
     if not CAREFUL and (KEEP is not None or bias is not None):
-        found = any_odd(acc, inside)
+        found = any_odd(odd_rows(acc), inside)
 
     top_m = m_i
     to_natural = 1.0 if UNIT == NATURAL else LN2
@@ -217,13 +219,13 @@ def forward_tile(
 
 @triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
 def forward_kernel(
-    q, k, v, o, lse, low, top, qs, ks, vs, os, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group, pairs, section,
-    qk_scale, cap, bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight, lists,
+    q, k, v, o, lse, low, top, odd, qs, ks, vs, os, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group, pairs,
+    section, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight, lists,
     list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
-    REVERSE: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, REVERSE: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program a (query tile, query head, batch entry)."""
+    """One program a (query tile, query head, batch entry). odd (b, h, tile): which came out not finite."""
     tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
@@ -235,17 +237,32 @@ def forward_kernel(
         lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
     )  # fmt: skip
-    if KEEP is not None or bias is not None:  # noqa: SIM102 - the outer one is decided when compiling
-        if found > 0:
-            tl.debug_barrier()  # what is stored is stored again
-            zero = hidden_zero(found)
-            forward_tile(
-                tile + zero, h + zero, b + zero, q, k, v, o, lse, low, top, apart(qs, zero), apart(ks, zero),
-                apart(vs, zero), apart(os, zero), stats, first_q, first_k, len_q, len_k, heads, group, qk_scale, cap,
-                bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight, lists, list_strides,
-                m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
-                True,
-            )  # fmt: skip
+    if odd is not None:
+        tl.store(odd + (b * heads + h) * tiles + tile, found)
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "pairs", "section", "threshold"])
+def forward_careful_kernel(
+    q, k, v, o, lse, low, top, odd, qs, ks, vs, os, stats, cu_q, cu_k, len_q, len_k, tiles, heads, group, pairs,
+    section, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold, survivor_weight, lists,
+    list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The tiles that are odd. Every so-many-th is a program's: neighbours are often odd together."""
+    first, step, total = tl.program_id(0), tl.num_programs(0), pairs * tiles
+    if flagged(odd, first, step, total, CHUNK) > 0:
+        for at in tl.range(first, total, step, num_stages=1):
+            tile, h, b = at % tiles, at // tiles % heads, at // tiles // heads
+            first_q, own_q = sequence(b, cu_q, len_q)
+            first_k, own_k = sequence(b, cu_k, len_k)
+            if (tl.load(odd + at) > 0) & (tile * BLOCK_M < own_q):
+                forward_tile(
+                    tile, h, b, q, k, v, o, lse, low, top, qs, ks, vs, os, stats, first_q, first_k, own_q, own_k, heads,
+                    group, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, sinks, rng, threshold,
+                    survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                    UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+                )  # fmt: skip
 
 
 def forward(r: Request) -> Output:
@@ -270,16 +287,25 @@ def _forward(r: Request, work: Work) -> Output:
     cfg = p.config(FORWARD)
     tiles = -(-r.len_q // cfg.block_m)
     lists, list_strides = p.lists(work, cfg)
+    odd = work.made(torch.empty(pairs * tiles, dtype=torch.int8, device=r.device)) if p.hides else None
     args = (
-        r.q, r.k, r.v, out, lse, low, top, p.strides(r.q), p.strides(r.k), p.strides(r.v), p.strides(out),
+        r.q, r.k, r.v, out, lse, low, top, odd, p.strides(r.q), p.strides(r.k), p.strides(r.v), p.strides(out),
         p.stat_strides(lse), p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs,
         min(p.section(), pairs), p.qk_scale, p.cap, *p.bias_args(), *p.alibi_args(), r.sinks, *p.dropout_args(),
         lists, list_strides,
     )  # fmt: skip
-    work.launch(
-        forward_kernel, tiles * pairs, args, (p.mask_args,), KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim,
-        DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
-        SOFTCAP=r.softcap is not None, REVERSE=p.mask.longest_first, BY_HEAD=p.by_head,
-        WIDE=p.wide(r.q, r.k, r.v, out), UPCAST=p.upcast, PRECISION=p.precision, **cfg.options(),
+    constants: dict[str, Any] = dict(  # noqa: C408
+        KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim, DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n,
+        BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit, SOFTCAP=r.softcap is not None,
+        WIDE=p.wide(r.q, r.k, r.v, out), UPCAST=p.upcast, PRECISION=p.precision,
     )  # fmt: skip
+    work.launch(
+        forward_kernel, tiles * pairs, args, (p.mask_args,), REVERSE=p.mask.longest_first, BY_HEAD=p.by_head,
+        **constants, **cfg.options(),
+    )  # fmt: skip
+    if odd is not None:
+        work.launch(
+            forward_careful_kernel, -(-odd.numel() // CHUNK), args, (p.mask_args,), CHUNK=CHUNK, **constants,
+            num_warps=cfg.num_warps,
+        )  # fmt: skip
     return o

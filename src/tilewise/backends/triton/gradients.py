@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...dispatch import Grads, Saved
 from ...request import Request
-from .backward import dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel
-from .config import DBIAS, DELTA, DKDV, DQ
-from .launch import Problem, decided_by, inputs, on_device
+from .backward import backward_careful_kernel, dbias_kernel, dkdv_kernel, dq_kernel
+from .config import CHUNK, DBIAS, DKDV, DQ
+from .launch import NO_LISTS, Lists, Problem, decided_by, inputs, on_device
 from .repeat import Work, repeated
 
 
@@ -58,6 +58,10 @@ class _Backward:
         self.dbias: Tensor | None = None
         self.dalibi: Tensor | None = None
         self.dsinks: Tensor | None = None
+        self.odd_q: Tensor | None = None
+        self.odd_k: Tensor | None = None
+        self.lists_q: Lists = NO_LISTS
+        self.lists_k: Lists = NO_LISTS
         self.stats = self.p.stat_strides(self.lse)
 
     def run(self) -> Buffers:
@@ -65,11 +69,11 @@ class _Backward:
         if "bias" in needs and r.bias is not None and not self._bias_is_shared():
             self.dbias = self.work.made(torch.empty_like(r.bias), 0.0)
         if r.batch * r.heads and r.len_q and needs:
-            self._delta()
+            self._dq()
             if needs & {"k", "v"} and r.len_k:
                 self._dkdv()
-            if needs & {"q", "alibi"} or self.dbias is not None:
-                self._dq()
+            if self.odd_q is not None or self.odd_k is not None:
+                self._careful()
         if "bias" in needs and r.bias is not None and self._bias_is_shared():
             self.dbias = self._shared_bias(r.bias)
         return Buffers(self.dq, self.dk, self.dv, self.dbias, self.dalibi, self.dsinks)
@@ -81,32 +85,20 @@ class _Backward:
 
     # --- launches
 
-    def _delta(self) -> None:
-        r, p = self.r, self.p
-        cfg = p.config(DELTA)
-        tiles = -(-r.len_q // cfg.block_m)
-        wants_sinks = "sinks" in self.needs
-        self.dsinks = self._partial(tiles) if wants_sinks else None
-        dlse = self.dlse
-        dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.ragged else dlse.stride()
-        args = (
-            self.out, self.dout, self.lse, dlse, self.delta, p.strides(self.out), p.strides(self.dout), self.stats,
-            dlse_strides, p.cu_q, r.len_q, tiles, r.heads, r.sinks if wants_sinks else None, self.dsinks,
-        )  # fmt: skip
-        self.work.launch(
-            delta_kernel, tiles * r.batch * r.heads, args, DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_DV=p.block_dv,
-            WIDE=p.wide(self.out, self.dout), **cfg.options(),
-        )  # fmt: skip
-
     def _partial(self, tiles: int) -> Tensor:
         """One number for each tile of queries of each head; programs of a ragged batch may have nothing to write."""
         r = self.r
         x = torch.empty(r.batch, r.heads, tiles, dtype=torch.float32, device=r.device)
         return self.work.made(x, 0.0 if r.ragged is not None else None)
 
+    def _flags(self, tiles: int) -> Tensor | None:
+        """Whether each tile came out not finite, where that may be what a mask or a bias hides."""
+        r = self.r
+        return self.work.made(torch.empty(tiles, dtype=torch.int8, device=r.device)) if self.p.hides else None
+
     def _constants(self) -> dict[str, Any]:
         r, p = self.r, self.p
-        tensors = (r.q, r.k, r.v, self.dout, self.dq, self.dk, self.dv)
+        tensors = (r.q, r.k, r.v, self.out, self.dout, self.dq, self.dk, self.dv)
         return dict(  # noqa: C408
             KEEP=p.mask.keep, D=r.dim, DV=r.dim_v, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
             SOFTCAP=r.softcap is not None, WIDE=p.wide(*tensors), UPCAST=p.upcast, PRECISION=p.precision,
@@ -114,48 +106,82 @@ class _Backward:
 
     def _inputs(self) -> tuple[Any, ...]:
         r = self.r
-        return r.q, r.k, r.v, self.dout, self.lse, self.low, self.delta
+        return r.q, r.k, r.v, self.dout, self.lse, self.low
 
     def _input_strides(self) -> tuple[Any, ...]:
         """Of q, k, v and dO; those of v and dO are mostly those of k and q, and then None."""
         q, k, v, dout = (self.p.strides(x) for x in (self.r.q, self.r.k, self.r.v, self.dout))
         return q, k, None if v == k else v, None if dout == q else dout
 
+    def _strides(self, *xs: Tensor | None) -> tuple[tuple[int, ...], ...]:
+        return tuple((0, 0, 0, 0) if x is None else self.p.strides(x) for x in xs)
+
+    def _sizes(self) -> tuple[Any, ...]:
+        r, p = self.r, self.p
+        return self.stats, p.cu_q, p.cu_k, r.len_q, r.len_k
+
+    def _changes(self) -> tuple[Any, ...]:
+        """What is done to the scores; the bias with its gradient, if that is not a sum."""
+        r, p, dbias = self.r, self.p, self.dbias
+        grad = dbias, (0, 0, 0, 0) if dbias is None else dbias.stride()
+        return r.scale, p.qk_scale, p.cap, *p.bias_args(), *grad, *p.alibi_args()
+
+    def _dq(self) -> None:
+        """With delta: this kernel is launched, and first, whatever is needed."""
+        r, p = self.r, self.p
+        cfg = p.config(DQ)
+        tiles, pairs = -(-r.len_q // cfg.block_m), r.batch * r.heads
+        self.dalibi = self._partial(tiles) if "alibi" in self.needs else None
+        self.dsinks = self._partial(tiles) if "sinks" in self.needs else None
+        wanted = self.dq is not None or self.dalibi is not None or self.dbias is not None
+        if wanted:
+            self.lists_q = p.lists(self.work, cfg)
+        self.odd_q = self._flags(tiles * pairs) if self.dq is not None else None
+        dlse = self.dlse
+        dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.ragged else dlse.stride()
+        args = (
+            *self._inputs(), self.out, dlse, self.delta, self.dq, self.odd_q, *self._input_strides(),
+            p.strides(self.out), dlse_strides, *self._strides(self.dq), *self._sizes(), tiles, r.heads, r.group, pairs,
+            min(p.section(), pairs), *self._changes(), self.dalibi, None if self.dsinks is None else r.sinks,
+            self.dsinks, *p.dropout_args(), *self.lists_q,
+        )  # fmt: skip
+        self.work.launch(
+            dq_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_k, REVERSE=p.mask.longest_first,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), **cfg.options(),
+        )  # fmt: skip
+
     def _dkdv(self) -> None:
         r, p = self.r, self.p
         cfg = p.config(DKDV)
         tiles, pairs = -(-r.len_k // cfg.block_n), r.batch * r.kv_heads
-        lists, list_strides = p.lists(self.work, cfg, column=True)
-        none = (0, 0, 0, 0)
-        dk, dv = self.dk, self.dv
+        self.lists_k = p.lists(self.work, cfg, column=True)
+        self.odd_k = self._flags(tiles * pairs)
+        scale, qk_scale, cap, bias, bias_strides, _, _, *alibi = self._changes()
         args = (
-            *self._inputs(), dk, dv, *self._input_strides(), none if dk is None else p.strides(dk),
-            none if dv is None else p.strides(dv), self.stats, p.cu_q, p.cu_k, r.len_q, r.len_k, tiles, r.heads,
-            r.group, pairs, min(p.section(r.group), pairs), r.scale, p.qk_scale, p.cap, *p.bias_args(),
-            *p.alibi_args(), *p.dropout_args(), lists, list_strides,
+            *self._inputs(), self.delta, self.dk, self.dv, self.odd_k, *self._input_strides(),
+            *self._strides(self.dk, self.dv), *self._sizes(), tiles, r.heads, r.group, pairs,
+            min(p.section(r.group), pairs), scale, qk_scale, cap, bias, bias_strides, *alibi, *p.dropout_args(),
+            *self.lists_k,
         )  # fmt: skip
         self.work.launch(
             dkdv_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_q, BLOCK_M=cfg.block_m,
             BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, PAIRED=p.paired(), **self._constants(), **cfg.options(),
         )  # fmt: skip
 
-    def _dq(self) -> None:
+    def _careful(self) -> None:
         r, p = self.r, self.p
-        cfg = p.config(DQ)
-        tiles, pairs = -(-r.len_q // cfg.block_m), r.batch * r.heads
-        lists, list_strides = p.lists(self.work, cfg)
-        none = (0, 0, 0, 0)
-        self.dalibi = self._partial(tiles) if "alibi" in self.needs else None
-        dq, dbias = self.dq, self.dbias
+        dq, dkdv = p.config(DQ), p.config(DKDV)
+        totals = tuple(0 if x is None else x.numel() for x in (self.odd_q, self.odd_k))
         args = (
-            *self._inputs(), dq, *self._input_strides(), none if dq is None else p.strides(dq), self.stats, p.cu_q,
-            p.cu_k, r.len_q, r.len_k, tiles, r.heads, r.group, pairs, min(p.section(), pairs), r.scale, p.qk_scale,
-            p.cap, *p.bias_args(), dbias, none if dbias is None else dbias.stride(), *p.alibi_args(), self.dalibi,
-            *p.dropout_args(), lists, list_strides,
+            *self._inputs(), self.delta, self.dq, self.dk, self.dv, self.odd_q, self.odd_k, *self._input_strides(),
+            *self._strides(self.dq, self.dk, self.dv), *self._sizes(), -(-r.len_q // dq.block_m),
+            -(-r.len_k // dkdv.block_n), *totals, r.heads, r.group, *self._changes(), self.dalibi, *p.dropout_args(),
+            *self.lists_q, *self.lists_k,
         )  # fmt: skip
         self.work.launch(
-            dq_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_k, REVERSE=p.mask.longest_first,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), **cfg.options(),
+            backward_careful_kernel, -(-max(totals) // CHUNK), args, (p.mask_args,), REACH_K=p.mask.reach_k,
+            REACH_Q=p.mask.reach_q, DQ_M=dq.block_m, DQ_N=dq.block_n, DKDV_M=dkdv.block_m, DKDV_N=dkdv.block_n,
+            CHUNK=CHUNK, **self._constants(), num_warps=dq.num_warps,
         )  # fmt: skip
 
     def _shared_bias(self, bias: Tensor) -> Tensor:
@@ -171,8 +197,8 @@ class _Backward:
         dtype = torch.float32 if sum_rows or sum_cols else bias.dtype
         part = self.work.made(torch.empty(shape, dtype=dtype, device=r.device))
         args = (
-            *self._inputs(), *self._input_strides(), self.stats, p.cu_q, p.cu_k, r.len_q, r.len_k, rows, cols, r.heads,
-            r.group, r.batch, p.qk_scale, p.cap, *p.bias_args(), part, n_b, n_h, *p.dropout_args(),
+            *self._inputs(), self.delta, *self._input_strides(), *self._sizes(), rows, cols, r.heads, r.group,
+            r.batch, p.qk_scale, p.cap, *p.bias_args(), part, n_b, n_h, *p.dropout_args(),
         )  # fmt: skip
         self.work.launch(
             dbias_kernel, n_b * n_h * rows * cols, args, (p.mask_args,), BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n,

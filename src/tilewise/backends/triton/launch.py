@@ -13,14 +13,17 @@ from ...philox import threshold
 from ...request import Request
 from . import config, tune
 from .config import BIAS, DROPOUT, EXTRA, LIGHT, LISTS, RANGES, WINDOW, Config
-from .lists import classify_kernel, list_kernel
+from .lists import classify_kernel, extremes_kernel, list_kernel
 from .lower import Lowered, lower, recordings
 from .primitives import FOLDED, LOG2, NATURAL
 from .repeat import Work
 
 LOG2E = math.log2(math.e)
+Lists = tuple[Tensor | None, tuple[int, ...]]  # and strides over (batch, head, tile)
+NO_LISTS: Lists = None, (0, 0, 0)
 _QUICK_CAP = 128.0  # of a softcap: times the 5e-7 of ``quick_tanh`` it is within the rounding of 16 bits
 _LEAST_SCALE = 2.0**-20  # beside ALiBi, whose slopes are divided by it
+TILES = 32  # whose documents one program looks at
 _L2_BYTES = 16 * 2**20  # keys and values that one section of heads may hold: well inside 40 to 50 MB
 
 
@@ -35,6 +38,7 @@ class Problem:
         self.gpu = config.generation(r.device)
         self.mask, args = lower(r.mask)
         self.mask_args = tuple(x.to(r.device) if isinstance(x, Tensor) else x for x in args)
+        self.hides = r.mask is not None or r.bias is not None  # what is not finite, maybe
         self.half = r.dtype != torch.float32
         self.precision = precision(r)
         self.unit = self._unit()
@@ -100,11 +104,12 @@ class Problem:
         return (None, (0, 0, 0, 0)) if x is None else (x, broadcast_strides(x))
 
     def paired(self) -> bool:
-        """Whether the bias can be read as pairs of numbers of 16 bits along the keys."""
+        """Whether the bias can be read as pairs of numbers of 16 bits along the keys. With multiples of 4, so that a
+        bias has no more classes of lengths than a matrix of 4 heads that Triton compiles for."""
         x, (*others, row, column) = self.bias_args()
         if x is None or x.element_size() != 2 or column != 1 or row >= 2**22:
             return False
-        return x.data_ptr() % 16 == 0 and all(n % 2 == 0 for n in (*others, row))
+        return x.data_ptr() % 16 == 0 and all(n % 4 == 0 for n in (*others, row))
 
     def alibi_args(self) -> tuple[Any, tuple[int, ...]]:
         x = self.r.alibi
@@ -128,10 +133,10 @@ class Problem:
         n = max(1, _L2_BYTES // each) * r.group // group if self.mask.longest_first else 1
         return -(-n // r.batch) * r.batch if self.by_head else n
 
-    def lists(self, work: Work, cfg: Config, column: bool = False) -> tuple[Tensor | None, tuple[int, ...]]:
-        """Tiles to visit for each tile of queries (``column``: of keys), and strides over (batch, head, tile)."""
+    def lists(self, work: Work, cfg: Config, column: bool = False) -> Lists:
+        """Tiles to visit for each tile of queries (``column``: of keys)."""
         if self.mask.verdict is None:
-            return None, (0, 0, 0)
+            return NO_LISTS
         return tile_lists(work, self.r, self.mask, self.mask_args, cfg, column)
 
 
@@ -162,9 +167,7 @@ def broadcast_strides(x: Tensor) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
-def tile_lists(
-    work: Work, r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool
-) -> tuple[Tensor, tuple[int, ...]]:
+def tile_lists(work: Work, r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool) -> Lists:
     """``lists.py``, launched."""
     rows, cols = -(-r.len_q // cfg.block_m), -(-r.len_k // cfg.block_n)
     nb = r.batch if mask.by_batch or r.ragged is not None else 1
@@ -175,6 +178,8 @@ def tile_lists(
     cu_q, cu_k = (None, None) if r.ragged is None else (r.ragged.cu_q, r.ragged.cu_k)
     sizes = (cu_q, cu_k, r.len_q, r.len_k, rows, cols, nh)
     table, verdict = None, mask.verdict
+    if lists.numel() and n:
+        args += tuple(x for at in mask.documents for x in extremes(work, args[at : at + 6], r, cfg, rows, cols))
     if mask.by_pair and lists.numel() and n:
         table = work.made(torch.empty(nb, nh, rows, cols, dtype=torch.int8, device=r.device))
         work.launch(
@@ -183,13 +188,26 @@ def tile_lists(
         )  # fmt: skip
         verdict, args = None, ()  # the table says it: one list kernel for all such masks
     if others:
-        # Of documents as many positions at a time as registers hold.
-        chunk = 16 if config.interpreting() else 8192 // (cfg.block_m if column else cfg.block_n)
         work.launch(
             list_kernel, nb * nh * others, (lists, table, *sizes, pitch), (args,), VERDICT=verdict, BLOCK_M=cfg.block_m,
-            BLOCK_N=cfg.block_n, COLUMN=column, CHUNK=chunk, num_warps=8,
+            BLOCK_N=cfg.block_n, COLUMN=column, CHUNK=16 if config.interpreting() else 512,
         )  # fmt: skip
     return lists, (lists.stride(0) if nb > 1 else 0, lists.stride(1) if nh > 1 else 0, lists.stride(2))
+
+
+def extremes(work: Work, ids: tuple, r: Request, cfg: Config, rows: int, cols: int) -> tuple[Any, ...]:
+    """The table of documents, and its stride from one batch entry to the next, of queries and of keys.
+
+    ids: numbers and their strides over (batch, position), of queries and of keys.
+    """
+    q, q_batch, q_step, k, k_batch, k_step = ids
+    tables = [
+        work.made(torch.empty(x.shape[0], n, 2, dtype=x.dtype, device=r.device)) for x, n in ((q, rows), (k, cols))
+    ]
+    programs = [x.shape[0] * -(-n // TILES) for x, n in ((q, rows), (k, cols))]
+    args = (*tables, q, k, (q_batch, q_step), (k_batch, k_step), r.len_q, r.len_k, rows, cols, programs[0])
+    work.launch(extremes_kernel, sum(programs), args, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, T=TILES)
+    return tables[0], 2 * rows if q_batch else 0, tables[1], 2 * cols if k_batch else 0
 
 
 def on_device(r: Request) -> contextlib.AbstractContextManager:

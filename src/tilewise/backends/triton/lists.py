@@ -4,8 +4,9 @@
 
     n_full, n_partial, numbers of the full tiles ..., numbers of the partial tiles ...
 
-Bands, lengths and documents are judged there, many tiles at once. A mask that must be looked at pair by pair takes a
-program a tile: ``classify_kernel`` writes a table of verdicts first.
+Bands, lengths and documents are judged there, many tiles at once; of documents ``extremes_kernel`` writes first which
+numbers a tile has. A mask that must be looked at pair by pair takes a program a tile: ``classify_kernel`` writes a
+table of verdicts first.
 
 Tiles that reach past the end of the matrix count as partial, so that full ones need no bounds either.
 """
@@ -19,10 +20,35 @@ from .primitives import offset64, sequence
 
 
 @triton.jit
-def extremes(ids, stride, first, last, BLOCK: tl.constexpr):
-    """Smallest and largest of ids[first .. last], at most BLOCK of them, for each tile: (T,)."""
-    x = tl.load(ids + tl.minimum(first[:, None] + tl.arange(0, BLOCK)[None, :], last[:, None]) * stride)  # (T, BLOCK)
-    return tl.min(x, 1), tl.max(x, 1)
+def extremes(table, batch_stride, b, tile):
+    """Smallest and largest number of tiles (T,), from their table (batch, tile, 2)."""
+    at = table + b * batch_stride + tile * 2
+    return tl.load(at), tl.load(at + 1)
+
+
+@triton.jit
+def write_extremes(pid, table, ids, batch_stride, stride, length, tiles, BLOCK: tl.constexpr, T: tl.constexpr):
+    """Those of T tiles of BLOCK numbers."""
+    each = tl.cdiv(tiles, T)
+    b, tile = pid // each, pid % each * T + tl.arange(0, T)
+    x = tl.minimum(tile[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], length - 1)
+    x = tl.load(ids + offset64(b, batch_stride) + x * stride)  # (T, BLOCK)
+    at = table + (b * tiles + tile) * 2
+    tl.store(at, tl.min(x, 1), mask=tile < tiles)
+    tl.store(at + 1, tl.max(x, 1), mask=tile < tiles)
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "rows", "cols", "programs"])
+def extremes_kernel(
+    table_q, table_k, ids_q, ids_k, strides_q, strides_k, len_q, len_k, rows, cols, programs,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Tables of the numbers of documents: of queries by the first so many programs, of keys by the others."""
+    pid = tl.program_id(0)
+    if pid < programs:
+        write_extremes(pid, table_q, ids_q, strides_q[0], strides_q[1], len_q, rows, BLOCK_M, T)
+    else:
+        write_extremes(pid - programs, table_k, ids_k, strides_k[0], strides_k[1], len_k, cols, BLOCK_N, T)
 
 
 @triton.jit

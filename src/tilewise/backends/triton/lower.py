@@ -13,6 +13,7 @@ Numbers, sizes and strides are arguments (the tuple ``m``): no new window, lengt
 from __future__ import annotations
 
 import hashlib
+import itertools
 import linecache
 import threading
 from collections import OrderedDict
@@ -43,14 +44,19 @@ class Lowered:
     by_pair: bool = False  # the verdict looks at every pair of a tile
     longest_first: bool = False  # later query tiles see more keys
     window: bool = False  # they see no more, or not for long
+    documents: tuple[int, ...] = ()  # where in m those begin
 
 
 class Arguments(NamedTuple):
-    """A leaf's share of the tuple m: its values, and where they start."""
+    """A leaf's share of the tuple m: its values, and where they start.
+
+    tables: where those of documents start, which ``launch`` makes and appends for what asks the verdict.
+    """
 
     leaf: Mask
     at: int
     traced: Traced | None
+    tables: int = 0
 
 
 def lower(mask: Mask | None) -> tuple[Lowered, tuple]:
@@ -66,7 +72,8 @@ def _remembered(structure: tuple, mask: Mask, leaves: list[Arguments]) -> Lowere
     """Written once a structure: that costs more than launching a kernel, and new functions compile kernels anew."""
     with _lock:
         if structure not in _lowered:
-            _lowered[structure] = _functions(*_write(mask, leaves))
+            documents = tuple(x.at for x in leaves if isinstance(x.leaf, Documents))
+            _lowered[structure] = _functions(*_write(mask, leaves), documents)
             if len(_lowered) > _MOST:
                 _lowered.popitem(last=False)
         _lowered.move_to_end(structure)
@@ -111,7 +118,8 @@ def _arguments(mask: Mask) -> tuple[list[Arguments], list]:
         traced = trace(leaf) if isinstance(leaf, Predicate) else None
         leaves.append(Arguments(leaf, len(values), traced))
         values += traced.values() if traced is not None else _values(leaf)
-    return leaves, values
+    after = itertools.count(len(values), 4)
+    return [x._replace(tables=next(after)) if isinstance(x.leaf, Documents) else x for x in leaves], values
 
 
 def _values(leaf: Mask) -> list:
@@ -143,6 +151,8 @@ def _structure(mask: Mask, given: dict[int, Arguments]) -> tuple:
         about = mask.axis, mask.side
     elif x.traced is not None:
         about = (x.traced.root.text,)
+    elif isinstance(mask, Documents):
+        about = (x.tables,)
     return type(mask), x.at, about, _depends(x, 0), _depends(x, 1)
 
 
@@ -248,7 +258,7 @@ def _keep(mask: Mask, given: dict[int, Arguments]) -> str:
         return "(" + (" & " if isinstance(mask, All) else " | ").join(_keep(t, given) for t in mask.terms) + ")"
     if isinstance(mask, Not):
         return f"(({_keep(mask.term, given)}) == 0)"
-    _, at, traced = given[id(mask)]
+    at, traced = given[id(mask)].at, given[id(mask)].traced
     if isinstance(mask, Band):
         d = f"i + {_diagonal(mask, at)}"  # sums of a row: one comparison an element
         terms = [f"(j >= {d} - m[{at}])"] * (mask.left is not None)
@@ -282,7 +292,7 @@ def _reach(mask: Mask, given: dict[int, Arguments], axis: int, lines: list[str])
         for part in parts[1:]:
             result = (_intersect if isinstance(mask, All) else _unite)(result, part, lines)
         return result
-    _, at, _ = given[id(mask)]
+    at = given[id(mask)].at
     if isinstance(mask, Band):
         d = _diagonal(mask, at)
         below, above = (f"m[{at}]", mask.left), (f"m[{at + 1}]", mask.right)
@@ -349,7 +359,7 @@ def _verdict(mask: Mask, given: dict[int, Arguments], lines: list[str]) -> str:
         return result
     if isinstance(mask, Not):
         return _named((f"2 - {_verdict(mask.term, given, lines)}",), lines)[0]
-    _, at, _ = given[id(mask)]
+    at = given[id(mask)].at
     if isinstance(mask, Band):
         d = _diagonal(mask, at)
         near, far = _named((f"j0 - i1 - {d}", f"j1 - i0 - {d}"), lines)
@@ -364,9 +374,10 @@ def _verdict(mask: Mask, given: dict[int, Arguments], lines: list[str]) -> str:
         x0, x1 = ("i0", "i1") if mask.axis == 0 else ("j0", "j1")
         return _verdict_of(f"({x0} >= {lo}) & ({x1} < {hi})", f"({x1} < {lo}) | ({x0} >= {hi})", lines)
     if isinstance(mask, Documents):
+        table = given[id(mask)].tables
         q, k = (
-            f"extremes(m[{a}] + b * m[{a + 1}], m[{a + 2}], {x}0, {x}1, {n})"
-            for a, x, n in ((at, "i", "BLOCK_M"), (at + 3, "j", "BLOCK_N"))
+            f"extremes(m[{a}], m[{a + 1}], b, {x}1 // {n})"
+            for a, x, n in ((table, "i", "BLOCK_M"), (table + 2, "j", "BLOCK_N"))
         )
         n = len(lines)
         lines += [f"t{n}, t{n + 1} = {q}", f"t{n + 2}, t{n + 3} = {k}", "", ""]
@@ -388,9 +399,14 @@ def _verdict_of(full: str, empty: str, lines: list[str]) -> str:
 # --- from text to functions -----------------------------------------------------------------------
 
 
-def _functions(text: Text, by_batch: bool, by_head: bool, by_pair: bool, ordered: bool, window: bool) -> Lowered:
+def _functions(
+    text: Text, by_batch: bool, by_head: bool, by_pair: bool, ordered: bool, window: bool, documents: tuple[int, ...]
+) -> Lowered:
     made = {name: jit(source) if source else None for name, source in text._asdict().items()}
-    return Lowered(**made, by_batch=by_batch, by_head=by_head, by_pair=by_pair, longest_first=ordered, window=window)
+    return Lowered(
+        **made, by_batch=by_batch, by_head=by_head, by_pair=by_pair, longest_first=ordered, window=window,
+        documents=documents,
+    )  # fmt: skip
 
 
 def jit(source: str) -> Callable:

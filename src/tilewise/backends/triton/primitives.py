@@ -371,28 +371,28 @@ def survives(rng, threshold, bh, i0, j0, M: tl.constexpr, N: tl.constexpr):
 # NaN or inf a program does them again with these rows ``cleaned`` to 0: the same sum, bit for bit, as if they were
 # numbers. Should one of them be kept by somebody, what it adds is then added to the result, row by row (``odd_sum``).
 #
-# Doing it again is the function of the tile called a second time, with CAREFUL, and with ``hidden_zero`` added to its
-# tile number and strides. Otherwise the compiler would keep addresses and indices of the first time in registers, to
-# have them at hand the second, and the loops that matter would spill.
+# Doing it again is the function of the tile in a kernel of its own, with CAREFUL: beside the fast products it would
+# take all registers and keep addresses in them. Of each tile the fast kernel says whether it is odd, and where none is,
+# the careful one has read that and nothing else.
+
+
+@triton.jit
+def odd_rows(x):
+    """For each row of x a number that is 0 unless one of the row's is NaN or infinite: then it is NaN."""
+    return tl.sum(x * 0.0, 1)
 
 
 @triton.jit
 def any_odd(x, rows):
-    """1 if one of these rows of x holds a NaN or an infinity, else 0."""
-    odd = tl.where(rows[:, None] & ~(tl.abs(x) < INF), 1, 0)
-    return tl.max(tl.max(odd, 1), 0)
+    """1 if one of these rows is not 0, else 0, for x of ``odd_rows``."""
+    return tl.max(tl.where(rows & (x != 0), 1, 0), 0)
 
 
 @triton.jit
-def hidden_zero(found):
-    """found - 1, where found is 1: a zero that the compiler does not know, but for its being a multiple of 16."""
-    return tl.multiple_of(found - 1, 16)
-
-
-@triton.jit
-def apart(strides, zero):
-    """Strides (batch, head, row, channel), with the hidden zero."""
-    return strides[0] + zero, strides[1] + zero, strides[2] + zero, strides[3]
+def flagged(odd, first, step, total, CHUNK: tl.constexpr):
+    """1 if any of odd[first], odd[first + step], ... below total is set, at most CHUNK of them, else 0."""
+    at = first + tl.arange(0, CHUNK) * step
+    return tl.max(tl.load(odd + at, mask=at < total, other=0).to(tl.int32), 0)
 
 
 @triton.jit
