@@ -227,8 +227,7 @@ LISTED = {
 @pytest.mark.parametrize("column", [False, True])
 def test_lists_are_the_tile_map(name, column):
     """The numbers of the full and of the partial tiles, in order; those that reach past the end count as partial."""
-    from tilewise.backends.triton.launch import tile_lists
-    from tilewise.backends.triton.lower import lower
+    from tilewise.backends.triton.launch import Problem
     from tilewise.backends.triton.repeat import Work
     from tilewise.masks import Grid
     from tilewise.request import Request
@@ -236,7 +235,8 @@ def test_lists_are_the_tile_map(name, column):
 
     mask, n, cfg = LISTED[name], 400, config.Config(32, 16, 4, 1)
     q = torch.zeros(2, 3, n, 8)
-    lists, strides = tile_lists(Work(), Request(q, q, q, 1.0, mask), *lower(mask), cfg, column)
+    lists, strides = Problem(Request(q, q, q, 1.0, mask)).lists(Work(), cfg, column)
+    assert lists is not None
     table = tile_map(mask, Grid(2, 3, n, n, cfg.block_m, cfg.block_n, q.device)).table.clone()
     table[..., n // cfg.block_m, :].clamp_(max=1)
     assert all(s % 16 == 0 for s in strides)

@@ -27,8 +27,8 @@ SM80, SM90, AMD, INTERPRETER = "sm_80", "sm_90", "gfx942", "interpreter"
 class Config:
     """How one kernel is cut up.
 
-    registers: of a thread, at most (NVIDIA). Else the careful path has all that it can use, and fewer programs share
-    an SM than its loops that matter would let.
+    registers: of a thread, at most (NVIDIA): ptxas takes a few more than the loops need, and one program fewer fits an
+    SM.
     """
 
     block_m: int
@@ -113,24 +113,22 @@ def row(
     return Row(most, plain, masked, window, lists, light, light_lists or light, dropout or light, bias or extra, extra)
 
 
-# A kernel with a mask carries the careful products beside the fast ones, and ptxas gives a kernel one set of registers:
-# a tile that just fits without a mask may spill with one. One with extras has the least left for its tile. And the
-# careful products take all 255 of them, whatever the loops that matter need, unless a limit is set: 4 warps of 168 or 8
-# of 128 let one more program run on an SM, at the cost of spills where it does not matter.
+# One with extras has the least left for its tile. 4 warps of 168 registers let three programs run on an SM, 4 warps of
+# 128 four, 8 of 128 two.
 
 # NVIDIA, Hopper, 16 bits. wgmma takes 64 rows a warp group: two groups share 128 rows, so that a 128 x 128 tile of
 # scores is 64 registers a thread. The stages are what fits 227 KB.
 _SM90: dict[str, tuple[Row, ...]] = {
     FORWARD: (
-        # Best of 12 shapes each, bf16 at L = 4096 on an H200; 128 x 128 was 19 % slower at D = 64. There, if causal,
-        # two programs an SM as without a mask take 13 % less than 128 x 64 for 4 warps without a limit, and 4 % less
-        # than four of 64 x 64, which take 8 % less within a window. Documents: three programs of 64 x 64 take 21 % less
-        # than two at D = 64; at D = 128 three of 64 x 32 take 11 % less than two of 64 x 64 if they have 256 tokens,
-        # the same if 1024. A bias at D = 64: 11 % less than 64 x 64 for 4 warps. At D = 128: 18 % less than 64 x 32.
+        # Best of 12 shapes each, bf16 at L = 4096 on an H200; 128 x 128 was 19 % slower at D = 64. There four programs
+        # of 64 x 64 take 5 % less than two of 128 x 64 if causal and 8 % less within a window; beside ALiBi three take
+        # 17 % less than two, and 21 % less with documents, where four spill. Documents at D = 128: three of 64 x 32 take
+        # 11 % less than two of 64 x 64 if they have 256 tokens, the same if 1024. A bias at D = 64: 11 % less than
+        # 64 x 64 for 4 warps. At D = 128: 18 % less than 64 x 32.
         row(
-            64, Config(128, 64, 8, 3), Config(128, 64, 8, 3, 128), Config(128, 64, 8, 3),
-            window=Config(64, 64, 4, 2, 128), lists=Config(64, 64, 4, 2, 168), light=Config(64, 64, 4, 3),
-            bias=Config(128, 64, 8, 3, 128),
+            64, Config(128, 64, 8, 3), Config(64, 64, 4, 3, 128), Config(128, 64, 8, 3),
+            window=Config(64, 64, 4, 2, 128), lists=Config(64, 64, 4, 2, 168), light=Config(64, 64, 4, 3, 168),
+            light_lists=Config(64, 64, 4, 3), bias=Config(128, 64, 8, 3, 128),
         ),
         row(
             128, Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 8, 2), lists=Config(64, 32, 4, 3, 168),
@@ -141,44 +139,51 @@ _SM90: dict[str, tuple[Row, ...]] = {
     ),
     # K and V stay, dK and dV are the accumulators: many keys, as traffic on q and dO falls with their number. Few
     # queries, so that three stages fit: worth 20 % of the whole backward at D = 64, 9 % at D = 128.
-    # 128 keys spill beside a mask; without one 64 x 128 takes 3 % less than 32 x 64 at D = 128. 64 have at D = 64 the
-    # products a byte of q and dO that they have at D = 128. A window there: three programs an SM of 32 queries take 3 %
-    # less than two of 64. Documents of 256 tokens: 13 % less than two of 32.
+    # Without a mask 64 x 128 takes 3 % less than 32 x 64 at D = 128; if causal four stages of the latter take 2 % less
+    # than it and than their three, which take 8 % less within a window and 5 % less with documents. 64 keys have at
+    # D = 64 the products a byte of q and dO that they have at D = 128. A window there: three programs an SM of 32
+    # queries take 3 % less than two of 64. Documents of 256 tokens: 13 % less than two of 32. ALiBi: 12 % less; with
+    # lists as well they spill.
     # Beside ALiBi or a softcap at D = 128, 32 x 64 takes 26 and 31 % less than 32 x 128, which only with lists has to
-    # be, as the other spills. At D = 64 more queries spill beside ALiBi and lists; they took 6 % less.
+    # be, as the other spills.
     # A bias, read as pairs: 32 x 128 takes as long as 32 x 64, which spills, at D = 128; at D = 64 64 x 64 takes 9 %
     # less than 64 x 128 and 20 % less than 32 x 128.
     DKDV: (
         row(
             64, Config(32, 128, 4, 3), Config(64, 64, 4, 3), Config(16, 64, 8, 2), window=Config(32, 64, 4, 3, 168),
-            lists=Config(32, 64, 4, 2, 168), light=Config(32, 64, 4, 3), bias=Config(64, 64, 4, 3),
+            lists=Config(32, 64, 4, 2, 168), light=Config(32, 64, 4, 3, 168), light_lists=Config(32, 64, 4, 3),
+            dropout=Config(32, 64, 4, 3), bias=Config(64, 64, 4, 3),
         ),
         row(
-            128, Config(64, 128, 8, 3), Config(32, 64, 4, 3), Config(16, 64, 8, 1), light=Config(32, 64, 4, 3),
-            light_lists=Config(32, 128, 8, 2), dropout=Config(16, 128, 8, 3), bias=Config(32, 128, 8, 3),
+            128, Config(64, 128, 8, 3), Config(32, 64, 4, 4), Config(16, 64, 8, 1), window=Config(32, 64, 4, 3),
+            lists=Config(32, 64, 4, 3), light=Config(32, 64, 4, 3), light_lists=Config(32, 128, 8, 2),
+            dropout=Config(16, 128, 8, 3), bias=Config(32, 128, 8, 3),
         ),
         row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 1)),  # 64 keys would spill: mma.sync
         row(512, Config(16, 16, 8, 2), Config(16, 16, 8, 1)),  # without a mask, at one stage, ptxas spills
     ),
-    # At D = 64 three programs an SM take 12 % less than two if causal and 13 % within a window; 18 % with documents. At
-    # D = 128 two of 64 queries take 7 % less than one of 128 within a window, and 10 % more if causal; 19 % less with
-    # documents of 256 tokens. A bias: 29 and 20 % less than 128 x 32.
+    # At D = 64 three programs an SM take 12 % less than two if causal, 13 % within a window and 10 % beside ALiBi; with
+    # documents four of 64 x 32 take 10 % less than three of 64 x 64. At D = 128 two of 64 queries take 7 % less than one
+    # of 128 within a window, and 10 % more if causal; with documents of 256 tokens three of 64 x 32 take 7 % less than
+    # those. A bias: 29 and 20 % less than 128 x 32.
     DQ: (
         row(
             64, Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 8, 2),
-            lists=Config(64, 64, 4, 2, 168), light=Config(64, 64, 4, 3), bias=Config(64, 64, 4, 3),
+            lists=Config(64, 32, 4, 3, 128), light=Config(64, 64, 4, 3, 168), light_lists=Config(64, 64, 4, 3),
+            dropout=Config(64, 64, 4, 3), bias=Config(64, 64, 4, 3),
         ),
         row(
             128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2), window=Config(64, 64, 4, 2),
-            lists=Config(64, 64, 4, 2), light=Config(128, 64, 8, 3), bias=Config(128, 64, 8, 3),
+            lists=Config(64, 32, 4, 2, 168), light=Config(128, 64, 8, 3), bias=Config(128, 64, 8, 3),
         ),
         row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2), light=Config(64, 32, 8, 2)),
         row(512, Config(32, 16, 8, 1)),
     ),
     # Best of 9 shapes for a bias of the whole batch. What they read of q, k, v and dO is the limit at D = 128, where
     # 64 x 64 takes 40 % more; at D = 64 it is as much the arithmetic. 128 x 128 would read two thirds, and spills: the
-    # bias, S, dP and the sum are 224 registers for 8 warps. S and dP in turns, three stages ahead, took 22 % more. The
-    # sums of dQ's kernel, entry by entry in fp32, took 20 % more than both kernels.
+    # bias, S, dP and the sum are 224 registers for 8 warps. S and dP in turns, three stages ahead, took 22 % more, half
+    # the head dim at a time, so that two stages of 128 x 128 fit, 14 % or more. The sums of dQ's kernel, entry by entry
+    # in fp32, took 20 % more than both kernels.
     DBIAS: (
         row(64, Config(64, 64, 4, 3)), row(128, Config(128, 64, 8, 2)), row(256, Config(64, 32, 8, 1)),
         row(512, Config(32, 16, 8, 1)),

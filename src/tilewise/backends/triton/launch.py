@@ -13,7 +13,7 @@ from ...philox import threshold
 from ...request import Request
 from . import config, tune
 from .config import BIAS, DROPOUT, EXTRA, LIGHT, LISTS, RANGES, WINDOW, Config
-from .lists import classify_kernel, extremes_kernel, list_kernel
+from .lists import BASE, classify_kernel, extremes_kernel, list_kernel
 from .lower import Lowered, lower, recordings
 from .primitives import FOLDED, LOG2, NATURAL
 from .repeat import Work
@@ -23,7 +23,7 @@ Lists = tuple[Tensor | None, tuple[int, ...]]  # and strides over (batch, head, 
 NO_LISTS: Lists = None, (0, 0, 0)
 _QUICK_CAP = 128.0  # of a softcap: times the 5e-7 of ``quick_tanh`` it is within the rounding of 16 bits
 _LEAST_SCALE = 2.0**-20  # beside ALiBi, whose slopes are divided by it
-TILES = 32  # whose documents one program looks at
+ENTRIES = 64  # of a table of documents that one program writes
 _L2_BYTES = 16 * 2**20  # keys and values that one section of heads may hold: well inside 40 to 50 MB
 
 
@@ -42,6 +42,7 @@ class Problem:
         self.half = r.dtype != torch.float32
         self.precision = precision(r)
         self.unit = self._unit()
+        self._tables: tuple[Any, ...] | None = None
         self.block_d, self.block_dv = config.bucket(r.dim), config.bucket(r.dim_v)
         self.by_head = r.bias is not None and r.bias.shape[0] == 1  # neighbours read the same bias
         self.upcast = self.gpu == config.INTERPRETER and r.dtype == torch.bfloat16
@@ -137,7 +138,16 @@ class Problem:
         """Tiles to visit for each tile of queries (``column``: of keys)."""
         if self.mask.verdict is None:
             return NO_LISTS
-        return tile_lists(work, self.r, self.mask, self.mask_args, cfg, column)
+        if self._tables is None:
+            self._tables = self._documents(work)
+        return tile_lists(work, self.r, self.mask, self.mask_args + self._tables, cfg, column)
+
+    def _documents(self, work: Work) -> tuple[Any, ...]:
+        """The tables that the verdict reads, those of a pass."""
+        r, args = self.r, self.mask_args
+        if not (r.len_q and r.len_k):
+            return ()
+        return tuple(x for at in self.mask.documents for x in extremes(work, args[at : at + 6], r))
 
 
 def precision(r: Request) -> str:
@@ -178,8 +188,6 @@ def tile_lists(work: Work, r: Request, mask: Lowered, args: tuple, cfg: Config, 
     cu_q, cu_k = (None, None) if r.ragged is None else (r.ragged.cu_q, r.ragged.cu_k)
     sizes = (cu_q, cu_k, r.len_q, r.len_k, rows, cols, nh)
     table, verdict = None, mask.verdict
-    if lists.numel() and n:
-        args += tuple(x for at in mask.documents for x in extremes(work, args[at : at + 6], r, cfg, rows, cols))
     if mask.by_pair and lists.numel() and n:
         table = work.made(torch.empty(nb, nh, rows, cols, dtype=torch.int8, device=r.device))
         work.launch(
@@ -195,19 +203,21 @@ def tile_lists(work: Work, r: Request, mask: Lowered, args: tuple, cfg: Config, 
     return lists, (lists.stride(0) if nb > 1 else 0, lists.stride(1) if nh > 1 else 0, lists.stride(2))
 
 
-def extremes(work: Work, ids: tuple, r: Request, cfg: Config, rows: int, cols: int) -> tuple[Any, ...]:
+def extremes(work: Work, ids: tuple, r: Request) -> tuple[Any, ...]:
     """The table of documents, and its stride from one batch entry to the next, of queries and of keys.
 
     ids: numbers and their strides over (batch, position), of queries and of keys.
     """
     q, q_batch, q_step, k, k_batch, k_step = ids
+    sizes = [-(-n // BASE.value) for n in (r.len_q, r.len_k)]
     tables = [
-        work.made(torch.empty(x.shape[0], n, 2, dtype=x.dtype, device=r.device)) for x, n in ((q, rows), (k, cols))
+        work.made(torch.empty(x.shape[0], n, 2, dtype=x.dtype, device=r.device))
+        for x, n in zip((q, k), sizes, strict=True)
     ]
-    programs = [x.shape[0] * -(-n // TILES) for x, n in ((q, rows), (k, cols))]
-    args = (*tables, q, k, (q_batch, q_step), (k_batch, k_step), r.len_q, r.len_k, rows, cols, programs[0])
-    work.launch(extremes_kernel, sum(programs), args, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, T=TILES)
-    return tables[0], 2 * rows if q_batch else 0, tables[1], 2 * cols if k_batch else 0
+    programs = [x.shape[0] * -(-n // ENTRIES) for x, n in zip((q, k), sizes, strict=True)]
+    args = (*tables, q, k, (q_batch, q_step), (k_batch, k_step), r.len_q, r.len_k, programs[0])
+    work.launch(extremes_kernel, sum(programs), args, T=ENTRIES)
+    return tables[0], 2 * sizes[0] if q_batch else 0, tables[1], 2 * sizes[1] if k_batch else 0
 
 
 def on_device(r: Request) -> contextlib.AbstractContextManager:

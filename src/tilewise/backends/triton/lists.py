@@ -18,37 +18,40 @@ import triton.language as tl
 
 from .primitives import offset64, sequence
 
-
-@triton.jit
-def extremes(table, batch_stride, b, tile):
-    """Smallest and largest number of tiles (T,), from their table (batch, tile, 2)."""
-    at = table + b * batch_stride + tile * 2
-    return tl.load(at), tl.load(at + 1)
+BASE = tl.constexpr(16)  # numbers of which a table has the extremes: as many as the smallest tile has rows
 
 
 @triton.jit
-def write_extremes(pid, table, ids, batch_stride, stride, length, tiles, BLOCK: tl.constexpr, T: tl.constexpr):
-    """Those of T tiles of BLOCK numbers."""
-    each = tl.cdiv(tiles, T)
-    b, tile = pid // each, pid % each * T + tl.arange(0, T)
-    x = tl.minimum(tile[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], length - 1)
-    x = tl.load(ids + offset64(b, batch_stride) + x * stride)  # (T, BLOCK)
-    at = table + (b * tiles + tile) * 2
-    tl.store(at, tl.min(x, 1), mask=tile < tiles)
-    tl.store(at + 1, tl.max(x, 1), mask=tile < tiles)
+def extremes(table, batch_stride, b, first, last, BLOCK: tl.constexpr):
+    """Smallest and largest number of tiles (T,) of BLOCK numbers, first .. last, from the table (batch, n, 2)."""
+    at = tl.minimum(first[:, None] // BASE + tl.arange(0, BLOCK // BASE)[None, :], last[:, None] // BASE)
+    at = table + b * batch_stride + at * 2
+    return tl.min(tl.load(at), 1), tl.max(tl.load(at + 1), 1)
 
 
-@triton.jit(do_not_specialize=["len_q", "len_k", "rows", "cols", "programs"])
+@triton.jit
+def write_extremes(pid, table, ids, batch_stride, stride, length, T: tl.constexpr):
+    """A table's entries of T times BASE numbers."""
+    size = tl.cdiv(length, BASE)
+    each = tl.cdiv(size, T)
+    b, x = pid // each, pid % each * T + tl.arange(0, T)
+    i = tl.minimum(x[:, None] * BASE + tl.arange(0, BASE)[None, :], length - 1)
+    number = tl.load(ids + offset64(b, batch_stride) + i * stride)  # (T, BASE)
+    at = table + (b * size + x) * 2
+    tl.store(at, tl.min(number, 1), mask=x < size)
+    tl.store(at + 1, tl.max(number, 1), mask=x < size)
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "programs"])
 def extremes_kernel(
-    table_q, table_k, ids_q, ids_k, strides_q, strides_k, len_q, len_k, rows, cols, programs,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+    table_q, table_k, ids_q, ids_k, strides_q, strides_k, len_q, len_k, programs, T: tl.constexpr
 ):  # fmt: skip
     """Tables of the numbers of documents: of queries by the first so many programs, of keys by the others."""
     pid = tl.program_id(0)
     if pid < programs:
-        write_extremes(pid, table_q, ids_q, strides_q[0], strides_q[1], len_q, rows, BLOCK_M, T)
+        write_extremes(pid, table_q, ids_q, strides_q[0], strides_q[1], len_q, T)
     else:
-        write_extremes(pid - programs, table_k, ids_k, strides_k[0], strides_k[1], len_k, cols, BLOCK_N, T)
+        write_extremes(pid - programs, table_k, ids_k, strides_k[0], strides_k[1], len_k, T)
 
 
 @triton.jit

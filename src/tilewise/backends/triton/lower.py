@@ -376,7 +376,7 @@ def _verdict(mask: Mask, given: dict[int, Arguments], lines: list[str]) -> str:
     if isinstance(mask, Documents):
         table = given[id(mask)].tables
         q, k = (
-            f"extremes(m[{a}], m[{a + 1}], b, {x}1 // {n})"
+            f"extremes(m[{a}], m[{a + 1}], b, {x}0, {x}1, {n})"
             for a, x, n in ((table, "i", "BLOCK_M"), (table + 2, "j", "BLOCK_N"))
         )
         n = len(lines)
