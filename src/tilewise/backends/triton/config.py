@@ -122,8 +122,8 @@ _SM90: dict[str, tuple[Row, ...]] = {
     FORWARD: (
         # Best of 12 shapes each, bf16 at L = 4096 on an H200; 128 x 128 was 19 % slower at D = 64. There four programs
         # of 64 x 64 take 5 % less than two of 128 x 64 if causal and 8 % less within a window; beside ALiBi three take
-        # 17 % less than two, and 21 % less with documents, where four spill. Documents at D = 128: three of 64 x 32 take
-        # 11 % less than two of 64 x 64 if they have 256 tokens, the same if 1024. A bias at D = 64: 11 % less than
+        # 17 % less than two, and 21 % less with documents, where four spill. At D = 128 three of 64 x 32 take 11 % less
+        # than two of 64 x 64 with documents of 256 tokens, the same if they have 1024. A bias at D = 64: 11 % less than
         # 64 x 64 for 4 warps. At D = 128: 18 % less than 64 x 32.
         row(
             64, Config(128, 64, 8, 3), Config(64, 64, 4, 3, 128), Config(128, 64, 8, 3),
@@ -163,9 +163,9 @@ _SM90: dict[str, tuple[Row, ...]] = {
         row(512, Config(16, 16, 8, 2), Config(16, 16, 8, 1)),  # without a mask, at one stage, ptxas spills
     ),
     # At D = 64 three programs an SM take 12 % less than two if causal, 13 % within a window and 10 % beside ALiBi; with
-    # documents four of 64 x 32 take 10 % less than three of 64 x 64. At D = 128 two of 64 queries take 7 % less than one
-    # of 128 within a window, and 10 % more if causal; with documents of 256 tokens three of 64 x 32 take 7 % less than
-    # those. A bias: 29 and 20 % less than 128 x 32.
+    # documents four of 64 x 32 take 10 % less than three of 64 x 64. At D = 128 two of 64 queries take 7 % less than
+    # one of 128 within a window, and 10 % more if causal; with documents of 256 tokens three of 64 x 32 take 7 % less
+    # than those. A bias: 29 and 20 % less than 128 x 32.
     DQ: (
         row(
             64, Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 8, 2),
