@@ -31,6 +31,7 @@ import torch
 from crew import told
 from dense_by_rows import by_rows
 from gpu_calls import REPEATABLE, Absent, Device, Failed, Repeatable, repeatable, require, same_bits, with_extra
+from gpu_requests import FAMILIES, soak
 from torch import Tensor
 
 import tilewise
@@ -551,6 +552,7 @@ CHECKS: dict[str, Callable[[str, Device, str], str]] = {
     "offsets past 2^31": far_offsets,
     "memory": memory,
     "no recompilation": recompilation,
+    "random requests": soak,
     "training": training,
     "transformers": models,
     "compute-sanitizer": sanitizer,
@@ -574,9 +576,10 @@ def jobs(backend: str) -> list[Job]:
         for dim in (64, 128)
         for feature in FEATURES
     ]
+    random: list[Job] = [(("random requests", str(n)),) for n in range(FAMILIES if backend == "hopper" else 0)]
     every = [*alone, *circumstances, *linear, *compiling, *sizes]
     chosen = (tuple(pair for pair in job if _takes(backend, pair[1])) for job in every)
-    return [job for job in chosen if job]
+    return [*(job for job in chosen if job), *random]
 
 
 def run(job: Job, backend: str, device: Device) -> list[Check]:

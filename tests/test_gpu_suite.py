@@ -18,15 +18,16 @@ import crew
 import dense_by_rows
 import evidence
 import gpu
+import gpu_requests
 import gpu_speed
 import gpu_suite as suite
 
 from tilewise import attention, dispatch
 from tilewise.backends.tiled import TiledBackend
 from tilewise.dispatch import Backend, Grads, Output
-from tilewise.testing import problems
+from tilewise.testing import Problem, problems
 from tilewise.testing.judge import evaluate
-from tilewise.testing.problems import Maker
+from tilewise.testing.problems import Maker, plain
 
 CPU = torch.device("cpu")
 
@@ -232,6 +233,26 @@ def test_memory_is_what_was_computed(case):
         suite.memory("wasteful", CPU, case, length=256)
 
 
+def test_random_requests():
+    """Families differ, hold every head dim and kind of mask, and are judged; a wrong result is named."""
+    families = [gpu_requests.family(n) for n in range(gpu_requests.FAMILIES)]
+    assert {f.dims[0] for f in families} == set(gpu_requests.DIMS)
+    assert {f.kind for f in families} == set(gpu_requests.KINDS)
+    assert {(f.softcap, f.sinks, f.ragged) for f in families if f.softcap + f.sinks + f.ragged < 2} >= {
+        (True, False, False), (False, True, False), (False, False, True)
+    }  # fmt: skip
+    for n in (1, 3, 5):
+        assert gpu_requests.soak("tiled", CPU, str(n), 2).startswith("2 requests")
+
+
+def test_a_wrong_answer_to_a_random_request_is_found(monkeypatch):
+    real = gpu_requests.judge
+    wrong = [v._replace(ok=False) for v in real(Problem("p", "p", plain((1, 1, 3, 3, 4), {})), "tiled", torch.float32)]
+    monkeypatch.setattr(gpu_requests, "judge", lambda *_: wrong)
+    with pytest.raises(suite.Failed, match=r"random 2\.0 of Family.*out"):
+        gpu_requests.soak("tiled", CPU, "2", 1)
+
+
 def test_kernels_are_counted(monkeypatch):
     from tilewise.backends.triton import lists
 
@@ -311,8 +332,9 @@ def test_a_failure_is_a_line_of_the_record_and_the_next_check_runs(monkeypatch):
 
 
 def test_jobs_cover_every_check_and_name_no_other():
+    of_hopper = {name for job in suite.jobs("hopper") for name, _ in job}
     pairs = [pair for job in suite.jobs("tiled") for pair in job]
-    assert {name for name, _ in pairs} == set(suite.CHECKS)
+    assert {name for name, _ in pairs} | of_hopper == set(suite.CHECKS)
     assert len(pairs) == len(set(pairs))
     features = {c.split()[0] for n, c in pairs if n == "real sizes"}
     assert features == set(suite.FEATURES)
