@@ -12,6 +12,7 @@ where the machine has not got what it needs.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.util
 import os
@@ -362,6 +363,7 @@ def requested(device: Device) -> Iterator[Requested]:
     def now(kind: str, which: str) -> int:
         return torch.cuda.memory_stats(device)[f"{kind}_bytes.all.{which}"]
 
+    gc.collect()  # what an earlier check left in cycles would be freed within the block
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = {kind: now(kind, "current") for kind in ("requested", "allocated")}

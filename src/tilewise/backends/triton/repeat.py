@@ -18,6 +18,7 @@ from . import start
 from .start import Tiled
 
 _MOST = 1024  # calls that are remembered
+_ALIGNED = 256  # bytes: more than any kernel is compiled for
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -63,7 +64,7 @@ _STREAM = 3  # its position in the arguments, see ``start.Compiled``
 
 
 class Script(NamedTuple):
-    """What a call does."""
+    """What a call does. What only its kernels see is one allocation, the last of the rooms."""
 
     rooms: list[Room]
     parts: list[tuple[int, int]]  # (slot, bytes from its address)
@@ -73,7 +74,8 @@ class Script(NamedTuple):
     def run(self, addresses: list[int], device: torch.device) -> Tensors:
         made = [room.make(device) for room in self.rooms]
         every = addresses + [x.data_ptr() for x in made]
-        every += [every[slot] + offset for slot, offset in self.parts]
+        for slot, offset in self.parts:
+            every.append(every[slot] + offset)
         stream = start.stream(device.index)
         for x in self.launches:
             x.run(every, stream)
@@ -105,16 +107,26 @@ class Work:
     def script(self, addresses: list[int], results: Tensors) -> Script | None:
         """To do it again; None where a launch is left to Triton, or takes a tensor neither given nor made here."""
         slots = {address: n for n, address in reversed(list(enumerate(addresses)))}
-        slots |= {x.data_ptr(): len(addresses) + n for n, (x, _) in enumerate(self._made)}
-        parts = [(slots[x.data_ptr()], part.data_ptr() - x.data_ptr()) for part, x in self._parts]
-        slots |= {part.data_ptr(): len(addresses) + len(self._made) + n for n, (part, _) in enumerate(self._parts)}
+        own = [(x, value) for x, value in self._made if value is not None or any(x is y for y in results)]
+        scratch = [x for x, _ in self._made if not any(x is y for y, _ in own)]
+        rooms = [Room(tuple(x.shape), x.stride(), x.dtype, value) for x, value in own]
+        slots |= {x.data_ptr(): len(addresses) + n for n, (x, _) in enumerate(own)}
+        parts: list[tuple[int, int]] = []
+        if scratch:
+            sizes = [-(-x.untyped_storage().nbytes() // _ALIGNED) * _ALIGNED for x in scratch]
+            room = len(addresses) + len(rooms)
+            parts = [(room, sum(sizes[:n])) for n in range(len(sizes))]
+            slots |= {x.data_ptr(): room + 1 + n for n, x in enumerate(scratch)}
+            rooms.append(Room((sum(sizes),), (1,), torch.uint8, None))
+        for part, x in self._parts:
+            slots[part.data_ptr()] = len(addresses) + len(rooms) + len(parts)
+            parts.append((slots[x.data_ptr()], part.data_ptr() - x.data_ptr()))
         launches = []
         for compiled, grid, args, masks in self._launched:
             if compiled is None or any(x.data_ptr() not in slots for x in _tensors(args, masks)):
                 return None
             launches.append(_launch(compiled, grid, args, masks, slots))
-        rooms = [Room(tuple(x.shape), x.stride(), x.dtype, value) for x, value in self._made]
-        which = [None if x is None else [x is y for y, _ in self._made].index(True) for x in results]
+        which = [None if x is None else [x is y for y, _ in own].index(True) for x in results]
         return Script(rooms, parts, launches, which)
 
 
