@@ -240,7 +240,7 @@ _FP32: dict[str, tuple[Row, ...]] = {
     FORWARD: (
         row(64, Config(64, 32, 8, 1)),
         row(128, Config(32, 32, 8, 1)),
-        row(256, Config(32, 16, 8, 1)),
+        row(256, Config(32, 16, 8, 1), Config(32, 16, 8, 1, 248), Config(32, 16, 8, 1)),  # with all 255 ptxas spills
         row(512, Config(16, 16, 8, 1)),
     ),
     DKDV: (row(64, Config(32, 32, 4, 1)), row(128, Config(32, 32, 8, 1)), row(512, Config(16, 16, 8, 1))),
