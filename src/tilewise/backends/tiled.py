@@ -50,11 +50,15 @@ from . import products
 # the next. Measured with benchmarks/cpu.py on two cores.
 _SCORES = 2**19  # 2 MiB in fp32
 _MOST_THREADS = 16  # that a tile grows with
+# Bytes of a piece of memory of which little is used. glibc gives freed memory back, to be paged in anew by the next
+# call, beyond twice the largest piece that was ever freed, but of pieces of up to 32 MiB.
+_KEPT = 2**25 - 2**16
 _AT_ONCE = 2**16  # scores of all heads: with fewer, what tiles need beside the arithmetic takes longer than it
 _STRIP = 4096  # queries or keys that are prepared at once
-# Products of an fp32 tile that are added up in one chain: the error of a sum grows with its length. With so many it is
-# that of PyTorch's attention within 3 % (the table of benchmarks/cpu.py); with 512 a quarter more.
-_CHAIN = 128
+# Products of an fp32 tile that are added up in one chain: the error of a sum grows with its length. With so many the
+# errors are PyTorch's or less (the table of benchmarks/cpu.py). Chains of 128 in the forward would be 5 % faster, its
+# error 6 % larger; chains of 64 in the backward a tenth slower, its errors 5 to 10 % smaller.
+_CHAIN, _CHAIN_BACKWARD = 64, 128
 _NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp(-46) are far from the ends of fp32
 _LOG2E = math.log2(math.e)
 
@@ -112,7 +116,7 @@ class TiledBackend(Backend):
         if backward and one_sided:
             m, n = (max(256, min(x, most)) for x, most in ((seq.len_q // 4, m), (seq.len_k // 4, 1024)))
         if backward and _chained(r):  # dK and dV are sums over the queries of a tile
-            m = _CHAIN
+            m = _CHAIN_BACKWARD
         if backward and _rounded(r):  # dQ is a sum over the keys of a tile
             n = 1024
         m = max(16, m // r.group)  # the rows of a group are stacked
@@ -120,7 +124,7 @@ class TiledBackend(Backend):
         if r.mask is None or (one_sided and room >= 1024 * r.batch * r.kv_heads):
             n = 1024
         if seq.len_q < m:  # few queries (decoding): longer tiles of keys for the same work
-            n = max(n, room // 4 // _CHAIN * _CHAIN)
+            n = max(n, room // 4 // _CHAIN_BACKWARD * _CHAIN_BACKWARD)
         return max(1, min(m, seq.len_q)), max(1, min(n, seq.len_k))
 
     def blocks(self, r: Request, backward: bool) -> list[Block]:
@@ -169,6 +173,11 @@ def _rounded(r: Request) -> bool:
 def _factor_dtype(r: Request) -> torch.dtype:
     """Of what the gradients are products of."""
     return r.dtype if _rounded(r) else r.state_dtype
+
+
+def _ds_scale(r: Request) -> float:
+    """What dS is multiplied by as it is made; otherwise dQ and dK are, in the end."""
+    return r.scale if _rounded(r) else 1.0
 
 
 def _room() -> int:
@@ -422,7 +431,7 @@ def _fold_(
         seen.acc[:, -1].add_(p.sum(1))
         w.by_head(p, tile).mul_(_survivors(w, tile, scratch))
     if keep is None or clean:
-        _add_sum_over_keys(seen.acc, v1, p, scratch)
+        _add_sum_over_keys(seen.acc, v1, p, _CHAIN, scratch)
     else:
         _add_kept_product(seen.acc.mT, p.mT, v1, w.like_scores(keep, tile, p).mT)
 
@@ -494,9 +503,9 @@ class _Queries(NamedTuple):
     """
 
     q1: Tensor  # (t, n, group * m, D + 1): q, scaled as the forward has it, and -lse
-    do1: Tensor  # (t, n, group * m, Dv + 1): dO, and -delta = dlse - rowsum(dO * O)
-    q: Tensor  # (t, n, group * m, D), what dS is multiplied with: views of q1 and do1, or bf16
-    do: Tensor  # (t, n, group * m, Dv), and P
+    do1: Tensor  # (t, n, group * m, Dv + 1): dO, and -delta = dlse - rowsum(dO * O), both times ``_ds_scale``
+    q: Tensor  # (t, n, group * m, D), what dS is multiplied with: q as it is
+    do: Tensor  # (t, n, group * m, Dv), what P is multiplied with: the same as in do1, or bf16
     lse: Tensor | None  # (t, n, group * m): where it is taken off apart, and the last column of q1 is 0
     delta: Tensor | None  # likewise, with that of do1
 
@@ -513,7 +522,7 @@ class _Keys(NamedTuple):
 
 def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients, scratch: _Scratch) -> None:
     """Write dQ, dK and dV of the block, and add to what else is asked for."""
-    grid = w.tiles.grid
+    grid, scale = w.tiles.grid, w.r.scale / _ds_scale(w.r)
     strips = list(_strips(grid.len_q, grid.block_m))
     dq = [] if grads.q is None else [_no_dq(w, strip) for strip in strips]
     for keys in _strips(grid.len_k, grid.block_n):
@@ -531,13 +540,13 @@ def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients, scratch: _S
                     if tile.cols != cols:
                         y_c = _Keys(*(_part(f, tile, cols) for f in y_c))
                     _backward_tile(w, tile, x_i, y_c, dq[b][n] if dq else None, grads, scratch, near, clean)
-        if y.dk is not None and w.r.softcap is None and not _rounded(w.r):
-            y.dk.div_(_unit(w.r))
+        if y.dk is not None:
+            y.dk.mul_(scale)
         w.put_keys(grads.k, keys, y.dk)
         w.put_keys(grads.v, keys, y.dv)
     if grads.q is not None:
         for strip, part in zip(strips, dq, strict=True):
-            w.put_queries(grads.q, strip, part if _rounded(w.r) else part.mul_(w.r.scale))
+            w.put_queries(grads.q, strip, part.mul_(scale))
 
 
 def _no_dq(w: Block, strip: Strip) -> Tensor:
@@ -566,16 +575,15 @@ def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
     # Rounded to fewer digits -lse would be another one.
     exact = r.state_dtype == torch.float64 or products.exact(r.device)
     with_lse, with_delta = exact and r.softcap is None, exact and r.dropout_p == 0
-    scale = r.scale if _rounded(r) else 1.0  # of dS
-    q1 = _with(q, -lse if with_lse else 0.0, _q_scale(r))
-    do1 = _with(do, -scale * delta if with_delta else 0.0, scale)
+    delta = delta * _ds_scale(r)
+    do1 = _with(do, -delta if with_delta else 0.0, _ds_scale(r))
     return _Queries(
-        q1,
+        _with(q, -lse if with_lse else 0.0, _q_scale(r)),
         do1,
-        q if _rounded(r) else q1[..., :-1],
+        q,
         do if _rounded(r) else do1[..., :-1],
         None if with_lse else lse,
-        None if with_delta else scale * delta,
+        None if with_delta else delta,
     )
 
 
@@ -632,7 +640,7 @@ def _backward_tile(
     elif dq is not None and _rounded(r):
         _add_product(dq, ds.mT, y.k)
     elif dq is not None:
-        _add_sum_over_keys(dq.mT, y.k, ds, scratch)
+        _add_sum_over_keys(dq.mT, y.k, ds, _CHAIN_BACKWARD, scratch)
     for acc, a, b in ((y.dk, ds, x.q), (y.dv, p, x.do)):
         if acc is not None and kept is None:
             _add_product(acc, a, b)
@@ -719,16 +727,14 @@ def _broadcast_dims(r: Request, bias: Tensor) -> list[int]:
 
 
 class _Scratch:
-    """Room for tiles of scores, allocated once a call and in one piece.
-
-    Fresh memory is paged in, which can take as long as to compute the tile. And malloc keeps what is freed for the next
-    call if it is less than twice the largest piece that was.
-    """
+    """Room for tiles of scores, allocated once a call: to page in fresh memory takes as long as to compute a tile."""
 
     def __init__(self, r: Request, blocks: list[Block], tiles: int):
         self.r = r
         size = max((w.pairs * r.group * w.tiles.grid.block_m * w.tiles.grid.block_n for w in blocks), default=0)
-        self.room = torch.empty(tiles, size, dtype=r.state_dtype, device=r.device)
+        kept = _KEPT // r.state_dtype.itemsize if size >= _AT_ONCE and r.device.type == "cpu" else 0
+        room = torch.empty(max(tiles * size, kept), dtype=r.state_dtype, device=r.device)
+        self.room = room[: tiles * size].view(tiles, size)
         self.sums = self.room.new_empty(0)
         self.words: dict[torch.Size, list[Tensor]] = {}
         self.lives: Tensor | None = None
@@ -799,7 +805,7 @@ class _Scratch:
 def _summed_over(r: Request, x: Tensor, last: float | None = None) -> Tensor:
     """A strip of keys or values (t, n, k, d), and a last column, in the memory order that sums over k read quickest."""
     if _chained(r):
-        return x if last is None else _with(x, last)
+        return x.contiguous() if last is None else _with(x, last)
     columns = x.new_empty(*x.shape[:2], x.shape[3] + (last is not None), x.shape[2])
     columns[:, :, : x.shape[3]] = x.mT
     if last is not None:
@@ -854,15 +860,15 @@ def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @lru_cache
-def _chains(k: int) -> int:
-    """In how many equal parts k keys are added up: of at most ``_CHAIN`` and not below half of it, else in one."""
-    return next((c for c in range(-(-k // _CHAIN), 2 * k // _CHAIN + 1) if c and k % c == 0), 1)
+def _chains(k: int, longest: int) -> int:
+    """In how many equal parts k keys are added up: of at most ``longest`` and not below half of it, else in one."""
+    return next((c for c in range(-(-k // longest), 2 * k // longest + 1) if c and k % c == 0), 1)
 
 
-def _add_sum_over_keys(acc: Tensor, x: Tensor, p: Tensor, scratch: _Scratch) -> None:
+def _add_sum_over_keys(acc: Tensor, x: Tensor, p: Tensor, longest: int, scratch: _Scratch) -> None:
     """acc (n, d, m) += x^T p for x (n, k, d) and p (n, k, m), in ``_chains``."""
     (n, d, m), k = acc.shape, p.shape[1]
-    c = _chains(k) if p.is_contiguous() and _chained(scratch.r) else 1
+    c = _chains(k, longest) if p.is_contiguous() and _chained(scratch.r) else 1
     if c == 1:
         _add_product(acc, x.mT, p)
         return
