@@ -176,7 +176,7 @@ def _factor_dtype(r: Request) -> torch.dtype:
 
 
 def _ds_scale(r: Request) -> float:
-    """What dS is multiplied by as it is made; otherwise dQ and dK are, in the end."""
+    """What dS is multiplied by as it is made; elsewhere dQ and dK are, in the end."""
     return r.scale if _rounded(r) else 1.0
 
 
@@ -522,7 +522,7 @@ class _Keys(NamedTuple):
 
 def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients, scratch: _Scratch) -> None:
     """Write dQ, dK and dV of the block, and add to what else is asked for."""
-    grid, scale = w.tiles.grid, w.r.scale / _ds_scale(w.r)
+    grid, scale = w.tiles.grid, 1.0 if _rounded(w.r) else w.r.scale
     strips = list(_strips(grid.len_q, grid.block_m))
     dq = [] if grads.q is None else [_no_dq(w, strip) for strip in strips]
     for keys in _strips(grid.len_k, grid.block_n):
