@@ -50,9 +50,6 @@ from . import products
 # the next. Measured with benchmarks/cpu.py on two cores.
 _SCORES = 2**19  # 2 MiB in fp32
 _MOST_THREADS = 16  # that a tile grows with
-# Bytes of a piece of memory of which little is used. glibc gives freed memory back, to be paged in anew by the next
-# call, beyond twice the largest piece that was ever freed, but of pieces of up to 32 MiB.
-_KEPT = 2**25 - 2**16
 _AT_ONCE = 2**16  # scores of all heads: with fewer, what tiles need beside the arithmetic takes longer than it
 _STRIP = 4096  # queries or keys that are prepared at once
 # Products of an fp32 tile that are added up in one chain: the error of a sum grows with its length. With so many the
@@ -176,7 +173,7 @@ def _factor_dtype(r: Request) -> torch.dtype:
 
 
 def _ds_scale(r: Request) -> float:
-    """What dS is multiplied by as it is made; elsewhere dQ and dK are, in the end."""
+    """What dS is multiplied by as it is made; elsewhere dQ is in the end, and dK by q."""
     return r.scale if _rounded(r) else 1.0
 
 
@@ -504,8 +501,8 @@ class _Queries(NamedTuple):
 
     q1: Tensor  # (t, n, group * m, D + 1): q, scaled as the forward has it, and -lse
     do1: Tensor  # (t, n, group * m, Dv + 1): dO, and -delta = dlse - rowsum(dO * O), both times ``_ds_scale``
-    q: Tensor  # (t, n, group * m, D), what dS is multiplied with: q as it is
-    do: Tensor  # (t, n, group * m, Dv), what P is multiplied with: the same as in do1, or bf16
+    q: Tensor  # (t, n, group * m, D), what dS is multiplied with: that of q1, or the given one in bf16
+    do: Tensor  # (t, n, group * m, Dv), what P is multiplied with: that of do1, or the given one in bf16
     lse: Tensor | None  # (t, n, group * m): where it is taken off apart, and the last column of q1 is 0
     delta: Tensor | None  # likewise, with that of do1
 
@@ -522,7 +519,7 @@ class _Keys(NamedTuple):
 
 def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients, scratch: _Scratch) -> None:
     """Write dQ, dK and dV of the block, and add to what else is asked for."""
-    grid, scale = w.tiles.grid, 1.0 if _rounded(w.r) else w.r.scale
+    grid = w.tiles.grid
     strips = list(_strips(grid.len_q, grid.block_m))
     dq = [] if grads.q is None else [_no_dq(w, strip) for strip in strips]
     for keys in _strips(grid.len_k, grid.block_n):
@@ -540,13 +537,13 @@ def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients, scratch: _S
                     if tile.cols != cols:
                         y_c = _Keys(*(_part(f, tile, cols) for f in y_c))
                     _backward_tile(w, tile, x_i, y_c, dq[b][n] if dq else None, grads, scratch, near, clean)
-        if y.dk is not None:
-            y.dk.mul_(scale)
+        if y.dk is not None and w.r.softcap is None and not _rounded(w.r):
+            y.dk.div_(_unit(w.r))
         w.put_keys(grads.k, keys, y.dk)
         w.put_keys(grads.v, keys, y.dv)
     if grads.q is not None:
         for strip, part in zip(strips, dq, strict=True):
-            w.put_queries(grads.q, strip, part.mul_(scale))
+            w.put_queries(grads.q, strip, part if _rounded(w.r) else part.mul_(w.r.scale))
 
 
 def _no_dq(w: Block, strip: Strip) -> Tensor:
@@ -576,11 +573,12 @@ def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
     exact = r.state_dtype == torch.float64 or products.exact(r.device)
     with_lse, with_delta = exact and r.softcap is None, exact and r.dropout_p == 0
     delta = delta * _ds_scale(r)
+    q1 = _with(q, -lse if with_lse else 0.0, _q_scale(r))
     do1 = _with(do, -delta if with_delta else 0.0, _ds_scale(r))
     return _Queries(
-        _with(q, -lse if with_lse else 0.0, _q_scale(r)),
+        q1,
         do1,
-        q,
+        q if _rounded(r) else q1[..., :-1],
         do if _rounded(r) else do1[..., :-1],
         None if with_lse else lse,
         None if with_delta else delta,
@@ -726,15 +724,25 @@ def _broadcast_dims(r: Request, bias: Tensor) -> list[int]:
 # --- shared ---------------------------------------------------------------------------------------
 
 
+@lru_cache
+def _have_malloc_keep_memory() -> None:
+    """Free one piece of nearly 32 MiB, of which no page was used.
+
+    glibc gives what is freed back to the system, to be paged in anew by the next call, beyond twice the largest piece
+    that was ever freed, larger ones than 32 MiB aside. Any program that has freed such a tensor has done this.
+    """
+    bytearray(2**25 - 2**16)
+
+
 class _Scratch:
     """Room for tiles of scores, allocated once a call: to page in fresh memory takes as long as to compute a tile."""
 
     def __init__(self, r: Request, blocks: list[Block], tiles: int):
         self.r = r
         size = max((w.pairs * r.group * w.tiles.grid.block_m * w.tiles.grid.block_n for w in blocks), default=0)
-        kept = _KEPT // r.state_dtype.itemsize if size >= _AT_ONCE and r.device.type == "cpu" else 0
-        room = torch.empty(max(tiles * size, kept), dtype=r.state_dtype, device=r.device)
-        self.room = room[: tiles * size].view(tiles, size)
+        if r.device.type == "cpu" and size > _AT_ONCE:
+            _have_malloc_keep_memory()
+        self.room = torch.empty(tiles, size, dtype=r.state_dtype, device=r.device)
         self.sums = self.room.new_empty(0)
         self.words: dict[torch.Size, list[Tensor]] = {}
         self.lives: Tensor | None = None
