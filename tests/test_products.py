@@ -88,6 +88,15 @@ def test_which_settings_keep_all_digits(monkeypatch: pytest.MonkeyPatch) -> None
     assert not products.exact(torch.device("xpu"))
 
 
+def test_bf16_is_quick_on_a_cpu_that_has_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has in (True, False):
+        products.quick_in_bf16.cache_clear()
+        monkeypatch.setattr(products, "_capabilities", lambda has=has: {"avx512_bf16": has})
+        assert products.quick_in_bf16(CPU) is (has and torch.backends.mkldnn.is_available())
+        assert not products.quick_in_bf16(torch.device("cuda"))
+    products.quick_in_bf16.cache_clear()
+
+
 def test_onednn_is_taken_only_where_it_rounds_nothing() -> None:
     if not products._onednn_is_better():
         assert not products._users
@@ -132,5 +141,5 @@ def test_without_all_digits_no_sum_hides_in_a_product(
     ("keys", "parts"), [(1, 1), (127, 1), (128, 1), (256, 2), (488, 4), (487, 1), (1024, 8), (1310, 1)]
 )
 def test_sums_go_in_equal_chains(keys: int, parts: int) -> None:
-    assert tiled._chains(keys) == parts
-    assert parts == 1 or 64 <= keys // parts <= tiled._CHAIN
+    assert tiled._chains(keys, 128) == parts
+    assert parts == 1 or 64 <= keys // parts <= 128

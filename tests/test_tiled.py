@@ -5,7 +5,7 @@ import torch
 
 import tilewise as tw
 from tilewise import masks
-from tilewise.backends import tiled
+from tilewise.backends import products, tiled
 
 
 @pytest.fixture
@@ -95,3 +95,38 @@ def test_small_calls_without_gradients(dtype, heads, lengths, lead, monkeypatch)
     with monkeypatch.context() as m:
         m.setattr(tiled, "_at_once", lambda r: pytest.fail("a backward follows"))
         tw.attention(q, k, v, backend="tiled")
+
+
+def bf16_gradients(mask, dtype=torch.bfloat16, spoiled=None, **options):
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, h, n, 32, dtype=torch.bfloat16) for h, n in ((4, 300), (2, 1100), (2, 1100))]
+    dout = torch.randn(2, 4, 300, 32, dtype=torch.bfloat16).to(dtype)
+    for x in leaves[1:]:
+        if spoiled is not None:
+            x[:, :, -50:] = spoiled
+    leaves = [x.to(dtype).requires_grad_() for x in leaves]
+    out = tw.attention(*leaves, mask, backend="tiled" if dtype == torch.bfloat16 else "dense", **options)
+    return torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(40, 3), masks.key_lengths([500, 1100])], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"scale": -0.3}, {"scale": 0.0}], ids=str)
+def test_gradients_by_products_of_bf16(mask, options, monkeypatch):
+    """Three roundings, of P or dS, of a tile's sums and of the result, in place of the last one alone."""
+    exact = bf16_gradients(mask, torch.float64, **options)
+    found, errors = {}, {}
+    for quick in (True, False):
+        monkeypatch.setattr(products, "quick_in_bf16", lambda device, quick=quick: quick)
+        found[quick] = bf16_gradients(mask, **options)
+        errors[quick] = [float((a - b).norm()) for a, b in zip(found[quick], exact, strict=True)]
+    for three, one in zip(errors[True], errors[False], strict=True):
+        assert three <= 2 * one  # sqrt(3) if all are alike
+    assert not torch.equal(found[True][2], found[False][2])
+
+
+@pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
+def test_what_is_masked_changes_no_bit_of_products_of_bf16(spoiled, monkeypatch):
+    monkeypatch.setattr(products, "quick_in_bf16", lambda device: True)
+    mask = masks.key_lengths([1050, 700])
+    clean, odd = bf16_gradients(mask), bf16_gradients(mask, spoiled=spoiled)
+    assert all(torch.equal(a, b) for a, b in zip(clean, odd, strict=True))

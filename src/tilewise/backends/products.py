@@ -44,6 +44,17 @@ def exact(device: torch.device) -> bool:
     return _setting().fp32_precision in _FULL or _onednn_is_better()
 
 
+@lru_cache
+def quick_in_bf16(device: torch.device) -> bool:
+    """Whether products of bf16, which add up in fp32 and round the result, are far quicker than those of fp32."""
+    return device.type == "cpu" and torch.backends.mkldnn.is_available() and _capabilities().get("avx512_bf16", False)
+
+
+def _capabilities() -> dict[str, Any]:
+    about: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of PyTorch do not say
+    return about
+
+
 def _setting() -> Any:
     return torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
@@ -79,7 +90,7 @@ def _onednn_is_better() -> bool:
     """Whether this is a CPU on which oneDNN is faster than MKL, and whether it keeps all digits there."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
-    about: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of PyTorch do not say
+    about = _capabilities()
     if not ("AMD" in about.get("cpu_name", "") and about.get("avx512_f")):
         return False
     x = torch.full((1, 64, 64), 1 + 2.0**-20)

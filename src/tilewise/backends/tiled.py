@@ -14,11 +14,14 @@ heads that share a key/value head are rows of the same product, so keys and valu
 A tile of scores is held transposed, keys by queries: the matrix products then read their operands in memory order,
 which was measured to be a tenth faster; who computes them is the matter of ``products``. All tile arithmetic is fp32
 (fp64 for fp64 inputs). What one side needs is prepared for a strip of neighbouring tiles, while the other side's strips
-stream past. Besides the outputs there exist a tile of scores over the heads at work (two in the backward), a strip of
-each side, and the dQ of these heads.
+stream past. Besides the outputs there exist a tile of scores over the heads at work (two in the backward, three where
+products are rounded), a strip of each side, and the dQ of these heads.
 
 Where nothing is added to the scores they are in units of log2: q comes scaled by scale * log2(e), and exp is exp2,
 which is as exact and which PyTorch's CPU kernels compute several times faster.
+
+Gradients of bf16 on a CPU that multiplies it: P and dS are rounded to bf16, as kernels for GPUs do, for the three
+products that sum them up (``_rounded``). S and dP stay fp32, as an error in them is one of P itself.
 
 Source: Dao et al. 2022, "FlashAttention", algorithms 1-4; Dao 2023, "FlashAttention-2".
 """
@@ -49,11 +52,14 @@ _SCORES = 2**19  # 2 MiB in fp32
 _MOST_THREADS = 16  # that a tile grows with
 _AT_ONCE = 2**16  # scores of all heads: with fewer, what tiles need beside the arithmetic takes longer than it
 _STRIP = 4096  # queries or keys that are prepared at once
-# Products of an fp32 tile that are added up in one chain: the error of a sum grows with its length. With so many it is
-# that of PyTorch's attention within 3 % (the table of benchmarks/cpu.py); with 512 a quarter more.
-_CHAIN = 128
+# Products of an fp32 tile that are added up in one chain: the error of a sum grows with its length. With so many the
+# errors are PyTorch's or less (the table of benchmarks/cpu.py). Chains of 128 in the forward would be 5 % faster, its
+# error 6 % larger; chains of 64 in the backward a tenth slower, its errors 5 to 10 % smaller.
+_CHAIN, _CHAIN_BACKWARD = 64, 128
 _NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp(-46) are far from the ends of fp32
 _LOG2E = math.log2(math.e)
+
+Place = tuple[int, int, int]  # of a tile, relative to the diagonal, and its shape
 
 
 class TiledBackend(Backend):
@@ -71,26 +77,26 @@ class TiledBackend(Backend):
             for x, empty in ((o.lse, NEG_INF), (o.max_logits, NEG_INF), (o.lse_low, 0.0)):
                 if x is not None:
                     x.fill_(empty)
-        near = _all_near_zero(r)
+        near, blocks = _all_near_zero(r), self.blocks(r, backward=False)
+        scratch = _Scratch(r, blocks, tiles=1 + (r.softcap is not None))
         with products.quick(r.device):
-            for seq in r.sequences():
-                for w in self.blocks(r, seq, backward=False):
-                    for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m):
-                        _forward(w, strip, near, o)
+            for w in blocks:
+                for strip in _strips(w.tiles.grid.len_q, w.tiles.grid.block_m):
+                    _forward(w, strip, near, o, scratch)
         return o
 
     def backward(self, r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
         grads = _Gradients(r, needs)
-        blocks = [work for seq in r.sequences() for work in self.blocks(r, seq, backward=True)]
+        blocks = self.blocks(r, backward=True)
         if grads.sinks is not None:
             for w in blocks:
                 grads.add_sinks(w, saved)
         if not grads.any_scores:
             return grads.finish(r)
-        near = _all_near_zero(r)
+        near, scratch = _all_near_zero(r), _Scratch(r, blocks, tiles=2 + (r.softcap is not None) + _rounded(r))
         with products.quick(r.device):
             for w in blocks:
-                _backward(w, near, saved, grads)
+                _backward(w, near, saved, grads, scratch)
         return grads.finish(r)
 
     def block_shape(self, r: Request, seq: Sequence, backward: bool) -> tuple[int, int]:
@@ -107,17 +113,22 @@ class TiledBackend(Backend):
         if backward and one_sided:
             m, n = (max(256, min(x, most)) for x, most in ((seq.len_q // 4, m), (seq.len_k // 4, 1024)))
         if backward and _chained(r):  # dK and dV are sums over the queries of a tile
-            m = _CHAIN
+            m = _CHAIN_BACKWARD
+        if backward and _rounded(r):  # dQ is a sum over the keys of a tile
+            n = 1024
         m = max(16, m // r.group)  # the rows of a group are stacked
         room = _room() // (max(1, min(m, seq.len_q)) * r.group)  # keys of a tile, over all heads at work
         if r.mask is None or (one_sided and room >= 1024 * r.batch * r.kv_heads):
             n = 1024
         if seq.len_q < m:  # few queries (decoding): longer tiles of keys for the same work
-            n = max(n, room // 4 // _CHAIN * _CHAIN)
+            n = max(n, room // 4 // _CHAIN_BACKWARD * _CHAIN_BACKWARD)
         return max(1, min(m, seq.len_q)), max(1, min(n, seq.len_k))
 
-    def blocks(self, r: Request, seq: Sequence, backward: bool) -> Iterator[Block]:
-        """The work of a sequence, in blocks of (batch, key/value head) pairs that are computed together."""
+    def blocks(self, r: Request, backward: bool) -> list[Block]:
+        """The work, in blocks of (batch, key/value head) pairs of a sequence that are computed together."""
+        return [w for seq in r.sequences() for w in self._blocks(r, seq, backward)]
+
+    def _blocks(self, r: Request, seq: Sequence, backward: bool) -> Iterator[Block]:
         m, n = self.block_shape(r, seq, backward)
         grid = Grid(r.batch, r.heads, seq.len_q, seq.len_k, m, n, r.device)
         tiles = tile_map(r.mask, grid)
@@ -144,6 +155,26 @@ def _unit(r: Request) -> float:
 def _chained(r: Request) -> bool:
     """Whether sums over a tile show in the results. MKL adds up several shorter ones by itself."""
     return r.dtype == torch.float32 and products.in_one_chain(r.device)
+
+
+def _rounded(r: Request) -> bool:
+    """Whether dQ, dK and dV are products of bf16. A product adds up in fp32, and rounds its result to bf16.
+
+    So the sums of a tile are rounded once more, and tiles should be large. q, k and dO are what was given, as no factor
+    of theirs is a bf16: the scale goes into dS. A bias needs dS without it, and dropout has a factor for dO.
+    """
+    plain = r.bias is None and r.alibi is None and r.dropout_p == 0
+    return plain and r.dtype == torch.bfloat16 and products.quick_in_bf16(r.device)
+
+
+def _factor_dtype(r: Request) -> torch.dtype:
+    """Of what the gradients are products of."""
+    return r.dtype if _rounded(r) else r.state_dtype
+
+
+def _ds_scale(r: Request) -> float:
+    """What dS is multiplied by as it is made; elsewhere dQ is in the end, and dK by q."""
+    return r.scale if _rounded(r) else 1.0
 
 
 def _room() -> int:
@@ -188,24 +219,24 @@ class Block(NamedTuple):
     def local(self) -> slice:
         return slice(self.batch.start - self.seq.batch.start, self.batch.stop - self.seq.batch.start)
 
-    def queries(self, x: Tensor, strip: Strip) -> Tensor:
-        """The strip of a query-like (B, H, Lq, D) tensor as (t, n, group * m, D) in the state dtype."""
-        return self._gather(self._cut(self.seq.queries(x), self.heads, strip))
+    def queries(self, x: Tensor, strip: Strip, dtype: torch.dtype | None = None) -> Tensor:
+        """The strip of a query-like (B, H, Lq, D) tensor as (t, n, group * m, D), in the state dtype or ``dtype``."""
+        return self._gather(self._cut(self.seq.queries(x), self.heads, strip), dtype)
 
     def put_queries(self, x: Tensor, strip: Strip, value: Tensor) -> None:
         self._put(self.seq.queries(x), self.heads, strip, value)
 
-    def keys(self, x: Tensor, strip: Strip) -> Tensor:
-        """The strip of a key-like (B, Hkv, Lk, D) tensor as (t, n, k, D) in the state dtype."""
-        return self._gather(self._cut(self.seq.keys(x), self.kv, strip))
+    def keys(self, x: Tensor, strip: Strip, dtype: torch.dtype | None = None) -> Tensor:
+        """The strip of a key-like (B, Hkv, Lk, D) tensor as (t, n, k, D), in the state dtype or ``dtype``."""
+        return self._gather(self._cut(self.seq.keys(x), self.kv, strip), dtype)
 
     def put_keys(self, x: Tensor | None, strip: Strip, value: Tensor | None) -> None:
         if x is not None and value is not None:
             self._put(self.seq.keys(x), self.kv, strip, value)
 
-    def _gather(self, cut: Tensor) -> Tensor:
+    def _gather(self, cut: Tensor, dtype: torch.dtype | None) -> Tensor:
         """What ``_cut`` gives as (t, n, ..., D), copied at most once."""
-        x = cut.to(self.r.state_dtype, memory_format=torch.contiguous_format)
+        x = cut.to(dtype or self.r.state_dtype, memory_format=torch.contiguous_format)
         return x.reshape(len(cut), self.pairs, -1, cut.shape[-1])
 
     def stats(self, x: Tensor, strip: Strip) -> Tensor:
@@ -291,9 +322,9 @@ class _Rows(NamedTuple):
     acc: Tensor  # (t, n, Dv + 1, group * m), transposed as the scores are; the last row is l
 
 
-def _forward(w: Block, strip: Strip, near: bool, to: Output) -> None:
+def _forward(w: Block, strip: Strip, near: bool, to: Output, scratch: _Scratch) -> None:
     """Fill the output and its statistics for a strip of the block's queries."""
-    r, grid, scratch = w.r, w.tiles.grid, _Scratch(w)
+    r, grid = w.r, w.tiles.grid
     seen = _nothing_seen(w, strip)
     rows = _unbind(seen)
     for keys in _strips(grid.len_k, grid.block_n):
@@ -349,14 +380,14 @@ def _scores(
     """
     r, tanh = w.r, None
     if r.softcap is None:
-        s = _product(k, q.mT, scratch.tile(0, k.shape[1], q.shape[1]))
+        s = _product(k, q.mT, scratch.tile(0, len(k), k.shape[1], q.shape[1]))
     else:
-        tanh = _product(k, q.mT, scratch.tile(2, k.shape[1], q.shape[1])).div_(r.softcap).tanh_()
-        s = torch.mul(tanh, r.softcap * _unit(r), out=scratch.tile(0, k.shape[1], q.shape[1]))
+        tanh = _product(k, q.mT, scratch.tile(-1, len(k), k.shape[1], q.shape[1])).div_(r.softcap).tanh_()
+        s = torch.mul(tanh, r.softcap * _unit(r), out=scratch.tile(0, len(k), k.shape[1], q.shape[1]))
     if tile.verdict != PARTIAL and r.bias is None and r.alibi is None:
         return s, None, tanh
     by_head = w.by_head(s, tile)
-    keep = scratch.keep(tile) if tile.verdict == PARTIAL else None
+    keep = scratch.keep(w, tile) if tile.verdict == PARTIAL else None
     bias = r.bias_tile(w.patch(tile)) if r.bias is not None or r.alibi is not None else None
     if bias is not None:
         by_head.add_(w.split(bias))
@@ -376,7 +407,7 @@ def _exp_(w: Block, tile: Tile, s: Tensor, keep: Tensor | None, near: bool, scra
         return torch.threshold_(exp_(s.clamp_(min=math.log(1.5 * tiny) * _unit(w.r))), 2 * tiny, 0.0)
     p = exp_(s)
     if keep is not None:
-        w.by_head(p, tile).permute(0, 1, 4, 2, 3).mul_(scratch.factor(tile, keep))
+        w.by_head(p, tile).permute(0, 1, 4, 2, 3).mul_(scratch.factor(w, tile, keep))
     return p
 
 
@@ -397,7 +428,7 @@ def _fold_(
         seen.acc[:, -1].add_(p.sum(1))
         w.by_head(p, tile).mul_(_survivors(w, tile, scratch))
     if keep is None or clean:
-        _add_sum_over_keys(seen.acc, v1, p, scratch)
+        _add_sum_over_keys(seen.acc, v1, p, _CHAIN, scratch)
     else:
         _add_kept_product(seen.acc.mT, p.mT, v1, w.like_scores(keep, tile, p).mT)
 
@@ -469,33 +500,26 @@ class _Queries(NamedTuple):
     """
 
     q1: Tensor  # (t, n, group * m, D + 1): q, scaled as the forward has it, and -lse
-    do1: Tensor  # (t, n, group * m, Dv + 1): dO, and -delta = dlse - rowsum(dO * O)
+    do1: Tensor  # (t, n, group * m, Dv + 1): dO, and -delta = dlse - rowsum(dO * O), both times ``_ds_scale``
+    q: Tensor  # (t, n, group * m, D), what dS is multiplied with: that of q1, or the given one in bf16
+    do: Tensor  # (t, n, group * m, Dv), what P is multiplied with: that of do1, or the given one in bf16
     lse: Tensor | None  # (t, n, group * m): where it is taken off apart, and the last column of q1 is 0
     delta: Tensor | None  # likewise, with that of do1
-
-    # Views of q1 and do1 without their last columns.
-    @property
-    def q(self) -> Tensor:
-        return self.q1[..., :-1]
-
-    @property
-    def do(self) -> Tensor:
-        return self.do1[..., :-1]
 
 
 class _Keys(NamedTuple):
     """A strip of keys and their gradients, or one tile of it without t."""
 
-    k: Tensor  # (t, n, k, D), as ``_add_sum_over_keys`` reads it
+    k: Tensor  # (t, n, k, D), what dS is multiplied with, in the memory order that is quickest
     k1: Tensor  # (t, n, k, D + 1), with ones
     v1: Tensor  # (t, n, k, Dv + 1), with ones
     dk: Tensor | None
     dv: Tensor | None
 
 
-def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients) -> None:
+def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients, scratch: _Scratch) -> None:
     """Write dQ, dK and dV of the block, and add to what else is asked for."""
-    grid, scratch = w.tiles.grid, _Scratch(w)
+    grid = w.tiles.grid
     strips = list(_strips(grid.len_q, grid.block_m))
     dq = [] if grads.q is None else [_no_dq(w, strip) for strip in strips]
     for keys in _strips(grid.len_k, grid.block_n):
@@ -513,29 +537,33 @@ def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients) -> None:
                     if tile.cols != cols:
                         y_c = _Keys(*(_part(f, tile, cols) for f in y_c))
                     _backward_tile(w, tile, x_i, y_c, dq[b][n] if dq else None, grads, scratch, near, clean)
-        if y.dk is not None and w.r.softcap is None:
+        if y.dk is not None and w.r.softcap is None and not _rounded(w.r):
             y.dk.div_(_unit(w.r))
         w.put_keys(grads.k, keys, y.dk)
         w.put_keys(grads.v, keys, y.dv)
     if grads.q is not None:
         for strip, part in zip(strips, dq, strict=True):
-            w.put_queries(grads.q, strip, part.mul_(w.r.scale).mT)
+            w.put_queries(grads.q, strip, part if _rounded(w.r) else part.mul_(w.r.scale))
 
 
 def _no_dq(w: Block, strip: Strip) -> Tensor:
-    """dQ of a strip, (t, n, D, group * m): transposed as the scores are."""
-    shape = (len(strip.tiles), w.pairs, w.r.dim, w.r.group * w.rows(strip))
-    return torch.zeros(shape, dtype=w.r.state_dtype, device=w.r.device)
+    """dQ of a strip, (t, n, group * m, D); in fp32 its memory is transposed as that of the scores is."""
+    t, n, m, d = len(strip.tiles), w.pairs, w.r.group * w.rows(strip), w.r.dim
+    if _rounded(w.r):
+        return torch.zeros(t, n, m, d, dtype=w.r.state_dtype, device=w.r.device)
+    return torch.zeros(t, n, d, m, dtype=w.r.state_dtype, device=w.r.device).mT
 
 
 def _no_dkdv(w: Block, strip: Strip, grads: _Gradients) -> _Keys:
-    k, v = w.keys(w.r.k, strip), w.keys(w.r.v, strip)
-    dk, dv = (None if g is None else x.new_zeros(x.shape) for g, x in ((grads.k, k), (grads.v, v)))
-    return _Keys(_summed_over(w.r, k), _with(k, 1.0), _with(v, 1.0), dk, dv)
+    r = w.r
+    k, v = (w.keys(x, strip, _factor_dtype(r)) for x in (r.k, r.v))
+    dk, dv = (None if g is None else x.new_zeros(x.shape, dtype=r.state_dtype) for g, x in ((grads.k, k), (grads.v, v)))
+    return _Keys(k if _rounded(r) else _summed_over(r, k), _with(k, 1.0), _with(v, 1.0), dk, dv)
 
 
 def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
-    r, q, do = w.r, w.queries(w.r.q, strip), w.queries(saved.dout, strip)
+    r = w.r
+    q, do = (w.queries(x, strip, _factor_dtype(r)) for x in (r.q, saved.dout))
     lse, delta, weight = _row_stats(w, strip, saved, do, _unit(r))
     if weight is not None:
         do, delta = do * weight[..., None], delta * weight
@@ -544,9 +572,14 @@ def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
     # Rounded to fewer digits -lse would be another one.
     exact = r.state_dtype == torch.float64 or products.exact(r.device)
     with_lse, with_delta = exact and r.softcap is None, exact and r.dropout_p == 0
+    delta = delta * _ds_scale(r)
+    q1 = _with(q, -lse if with_lse else 0.0, _q_scale(r))
+    do1 = _with(do, -delta if with_delta else 0.0, _ds_scale(r))
     return _Queries(
-        _with(q, -lse if with_lse else 0.0, _q_scale(r)),
-        _with(do, -delta if with_delta else 0.0),
+        q1,
+        do1,
+        q if _rounded(r) else q1[..., :-1],
+        do if _rounded(r) else do1[..., :-1],
         None if with_lse else lse,
         None if with_delta else delta,
     )
@@ -580,7 +613,7 @@ def _backward_tile(
     ``clean``: nothing in x and y is NaN or infinite, and so what is masked is 0 by itself.
     """
     r = w.r
-    s, keep, tanh = _scores(w, tile, *((x.q1, y.k1) if x.lse is None else (x.q, y.k)), near, scratch)
+    s, keep, tanh = _scores(w, tile, x.q1, y.k1, near, scratch)
     if x.lse is not None:
         s.sub_(x.lse[:, None])
     p = _exp_(w, tile, s, keep, near, scratch)
@@ -598,10 +631,14 @@ def _backward_tile(
         ds.mul_(1 - tanh * tanh)
     if survivors is not None:
         _drop_(w, tile, p, survivors, clean)
-    if dq is not None and kept is None:
-        _add_sum_over_keys(dq, y.k, ds, scratch)
-    elif dq is not None and kept is not None:
-        _add_kept_product(dq.mT, ds.mT, y.k, kept.mT)
+    if _rounded(r):
+        p, ds = scratch.rounded(2, p), scratch.rounded(0, ds)  # dS where P was
+    if dq is not None and kept is not None:
+        _add_kept_product(dq, ds.mT, y.k, kept.mT)
+    elif dq is not None and _rounded(r):
+        _add_product(dq, ds.mT, y.k)
+    elif dq is not None:
+        _add_sum_over_keys(dq.mT, y.k, ds, _CHAIN_BACKWARD, scratch)
     for acc, a, b in ((y.dk, ds, x.q), (y.dv, p, x.do)):
         if acc is not None and kept is None:
             _add_product(acc, a, b)
@@ -614,7 +651,7 @@ def _dscores(
     clean: bool,
 ) -> Tensor:  # fmt: skip
     """dS = P * (dP - delta), before the softcap, (n, k, group * m)."""
-    room = scratch.tile(1, *p.shape[1:])
+    room = scratch.tile(1, *p.shape)
     ds = _product(v1, x.do1.mT, room)
     if survivors is not None:
         _drop_(w, tile, ds, survivors, clean)
@@ -687,72 +724,96 @@ def _broadcast_dims(r: Request, bias: Tensor) -> list[int]:
 # --- shared ---------------------------------------------------------------------------------------
 
 
-class _Scratch:
-    """Room for the tiles of scores, allocated once a block: fresh memory would be paged in for every tile."""
+@lru_cache
+def _have_malloc_keep_memory() -> None:
+    """Free one piece of nearly 32 MiB, of which no page was used.
 
-    def __init__(self, w: Block):
-        self.w = w
-        self.buffers: dict[int, Tensor] = {}
-        self.views: dict[tuple[int, int, int], Tensor] = {}
-        self.sums: dict[tuple[int, int, int], Tensor] = {}
+    glibc gives what is freed back to the system, to be paged in anew by the next call, beyond twice the largest piece
+    that was ever freed, larger ones than 32 MiB aside. Any program that has freed such a tensor has done this.
+    """
+    bytearray(2**25 - 2**16)
+
+
+class _Scratch:
+    """Room for tiles of scores, allocated once a call: to page in fresh memory takes as long as to compute a tile."""
+
+    def __init__(self, r: Request, blocks: list[Block], tiles: int):
+        self.r = r
+        size = max((w.pairs * r.group * w.tiles.grid.block_m * w.tiles.grid.block_n for w in blocks), default=0)
+        if r.device.type == "cpu" and size > _AT_ONCE:
+            _have_malloc_keep_memory()
+        self.room = torch.empty(tiles, size, dtype=r.state_dtype, device=r.device)
+        self.sums = self.room.new_empty(0)
         self.words: dict[torch.Size, list[Tensor]] = {}
         self.lives: Tensor | None = None
-        self.keeps: dict[tuple[int, int, int], Tensor] = {}
-        self.factors: dict[tuple[int, int, int], Tensor] = {}
+        self.lengths = (0, 0)
+        self.keeps: dict[Place, Tensor] = {}
+        self.factors: dict[Place, Tensor] = {}
 
-    def tile(self, which: int, rows: int, cols: int) -> Tensor:
+    def tile(self, which: int, n: int, rows: int, cols: int) -> Tensor:
         """An uninitialised (n pairs, rows, cols) tensor."""
-        if (which, rows, cols) not in self.views:
-            size = self.w.pairs * rows * cols
-            if which not in self.buffers or self.buffers[which].numel() < size:
-                self.buffers[which] = torch.empty(size, dtype=self.w.r.state_dtype, device=self.w.r.device)
-            buffer = self.buffers[which][:size]
-            # A bias is read, and its gradient written, in the order of its memory: queries by keys.
-            by_query = self.w.r.bias is not None
-            x = buffer.view(self.w.pairs, cols, rows).mT if by_query else buffer.view(self.w.pairs, rows, cols)
-            self.views[which, rows, cols] = x
-        return self.views[which, rows, cols]
+        return self._view(self.room[which], n, rows, cols)
 
-    def parts(self, n: int, rows: int, cols: int) -> Tensor:
-        """An uninitialised (n, rows, cols) tensor for sums over parts of a tile."""
-        if (n, rows, cols) not in self.sums:
-            self.sums[n, rows, cols] = self.w.r.q.new_empty(n, rows, cols, dtype=self.w.r.state_dtype)
-        return self.sums[n, rows, cols]
+    def rounded(self, which: int, x: Tensor) -> Tensor:
+        """x in bf16, where a tile may have been that is not needed any more."""
+        return self._view(self.room[which].view(torch.bfloat16), *x.shape).copy_(x)
+
+    def _view(self, room: Tensor, n: int, rows: int, cols: int) -> Tensor:
+        room = room[: n * rows * cols]
+        # A bias is read, and its gradient written, in the order of its memory: queries by keys.
+        return room.view(n, rows, cols) if self.r.bias is None else room.view(n, cols, rows).mT
+
+    def parts(self, c: int, n: int, d: int, m: int) -> tuple[Tensor, Tensor]:
+        """Uninitialised (c * n, d, m), for sums over c parts of a tile, and (n, d, m), for their sum."""
+        if self.sums.numel() < (c + 1) * n * d * m:
+            self.sums = torch.empty((c + 1) * n * d * m, dtype=self.r.state_dtype, device=self.r.device)
+        parts = self.sums[: (c + 1) * n * d * m].view(-1, d, m)
+        return parts[n:], parts[:n]
 
     def integers(self, shape: torch.Size) -> list[Tensor]:
         """Six int64 tensors."""
         if shape not in self.words:
-            self.words = {shape: [torch.empty(shape, dtype=torch.int64, device=self.w.r.device) for _ in range(6)]}
+            self.words = {shape: [torch.empty(shape, dtype=torch.int64, device=self.r.device) for _ in range(6)]}
         return self.words[shape]
 
     def survivors(self, shape: torch.Size) -> Tensor:
         """For dropout's ones and zeros."""
         if self.lives is None or self.lives.shape != shape:
-            self.lives = torch.empty(shape, dtype=self.w.r.state_dtype, device=self.w.r.device)
+            self.lives = torch.empty(shape, dtype=self.r.state_dtype, device=self.r.device)
         return self.lives
 
-    def keep(self, tile: Tile) -> Tensor | None:
-        """What the mask keeps of a tile, broadcastable to (nb, nh, m, k). That of bands is alike along diagonals."""
-        mask, key = self.w.r.mask, _relative(tile)
-        if mask is None or not mask.relative():
-            return None if mask is None else mask.keep(self.w.patch(tile))
-        if key not in self.keeps:
-            self.keeps[key] = mask.keep(self.w.patch(tile))
-        return self.keeps[key]
+    def keep(self, w: Block, tile: Tile) -> Tensor:
+        """What the mask keeps of a tile, broadcastable to (nb, nh, m, k)."""
+        assert self.r.mask is not None
+        mask, patch = self.r.mask, w.patch(tile)
+        return self._alike(self.keeps, w, tile, lambda: mask.keep(patch))
 
-    def factor(self, tile: Tile, keep: Tensor) -> Tensor:
+    def factor(self, w: Block, tile: Tile, keep: Tensor) -> Tensor:
         """``keep`` as 1 and 0 in the memory order of the scores, broadcastable to (nb, nkv, k, group, m)."""
-        key, mask = _relative(tile), self.w.r.mask
-        if key not in self.factors or mask is None or not mask.relative():
-            kept = self.w.split(keep).permute(0, 1, 4, 2, 3)
-            self.factors[key] = kept.to(self.w.r.state_dtype, memory_format=torch.contiguous_format)
-        return self.factors[key]
+        kept = w.split(keep).permute(0, 1, 4, 2, 3)
+        return self._alike(
+            self.factors, w, tile, lambda: kept.to(self.r.state_dtype, memory_format=torch.contiguous_format)
+        )
+
+    def _alike(self, known: dict[Place, Tensor], w: Block, tile: Tile, make: Callable[[], Tensor]) -> Tensor:
+        """What is made for a tile; that of bands is alike along diagonals, and made once for a sequence's blocks."""
+        if self.r.mask is None or not self.r.mask.relative():
+            return make()
+        if self.lengths != (w.seq.len_q, w.seq.len_k):  # they say where the diagonal is
+            self.lengths = w.seq.len_q, w.seq.len_k
+            self.keeps.clear()
+            self.factors.clear()
+        rows, cols = tile.rows, tile.cols
+        place = rows.start - cols.start, rows.stop - rows.start, cols.stop - cols.start
+        if place not in known:
+            known[place] = make()
+        return known[place]
 
 
 def _summed_over(r: Request, x: Tensor, last: float | None = None) -> Tensor:
     """A strip of keys or values (t, n, k, d), and a last column, in the memory order that sums over k read quickest."""
     if _chained(r):
-        return x if last is None else _with(x, last)
+        return x.contiguous() if last is None else _with(x, last)
     columns = x.new_empty(*x.shape[:2], x.shape[3] + (last is not None), x.shape[2])
     columns[:, :, : x.shape[3]] = x.mT
     if last is not None:
@@ -761,18 +822,13 @@ def _summed_over(r: Request, x: Tensor, last: float | None = None) -> Tensor:
 
 
 def _with(x: Tensor, last: Tensor | float, scale: float = 1.0) -> Tensor:
-    """(..., d) times scale, and a last column, (..., d + 1)."""
-    wider = x.new_empty(*x.shape[:-1], x.shape[-1] + 1)
+    """(..., d) times scale, and a last column, (..., d + 1), in the state dtype."""
+    wider = x.new_empty(*x.shape[:-1], x.shape[-1] + 1, dtype=torch.promote_types(x.dtype, torch.float32))
     wider[..., :-1] = x
     if scale != 1.0:
         wider[..., :-1].mul_(scale)
     wider[..., -1] = last
     return wider
-
-
-def _relative(tile: Tile) -> tuple[int, int, int]:
-    """Where a tile lies relative to the diagonal, and its shape."""
-    return tile.rows.start - tile.cols.start, tile.rows.stop - tile.rows.start, tile.cols.stop - tile.cols.start
 
 
 def _part(x: Any, tile: Tile, cols: slice) -> Any:
@@ -803,24 +859,28 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 def _add_product(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """acc += a @ b for a (n, i, j), b (n, j, d)."""
-    acc.baddbmm_(a, b)
+    """acc += a @ b for a (n, i, j), b (n, j, d), of the dtype of acc or both of bf16."""
+    if a.dtype == acc.dtype:
+        acc.baddbmm_(a, b)
+    else:
+        part = a.new_empty(acc.shape)  # out=: autocast would change the dtype
+        acc.add_(torch.bmm(a, b, out=part))
 
 
 @lru_cache
-def _chains(k: int) -> int:
-    """In how many equal parts k keys are added up: of at most ``_CHAIN`` and not below half of it, else in one."""
-    return next((c for c in range(-(-k // _CHAIN), 2 * k // _CHAIN + 1) if c and k % c == 0), 1)
+def _chains(k: int, longest: int) -> int:
+    """In how many equal parts k keys are added up: of at most ``longest`` and not below half of it, else in one."""
+    return next((c for c in range(-(-k // longest), 2 * k // longest + 1) if c and k % c == 0), 1)
 
 
-def _add_sum_over_keys(acc: Tensor, x: Tensor, p: Tensor, scratch: _Scratch) -> None:
+def _add_sum_over_keys(acc: Tensor, x: Tensor, p: Tensor, longest: int, scratch: _Scratch) -> None:
     """acc (n, d, m) += x^T p for x (n, k, d) and p (n, k, m), in ``_chains``."""
     (n, d, m), k = acc.shape, p.shape[1]
-    c = _chains(k) if p.is_contiguous() and _chained(scratch.w.r) else 1
+    c = _chains(k, longest) if p.is_contiguous() and _chained(scratch.r) else 1
     if c == 1:
         _add_product(acc, x.mT, p)
         return
-    parts, total = scratch.parts(n * c, d, m), scratch.parts(n, d, m)
+    parts, total = scratch.parts(c, n, d, m)
     torch.bmm(x.reshape(-1, k // c, d).mT, p.view(-1, k // c, m), out=parts)
     acc.add_(torch.sum(parts.view(n, -1, d, m), 1, out=total))
 
