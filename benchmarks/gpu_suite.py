@@ -380,10 +380,11 @@ def _sums(c: Repeatable) -> int:
     from tilewise.backends.hopper import config
 
     (b, h, n, d), (_, kv, keys, _) = c.tensors[0].shape, c.tensors[1].shape
-    m = config.choose_backward(d).block_m
+    cfg = config.choose_backward(d, d)
+    m = cfg.block_m
     tiles = b * h * -(-n // m)
-    odd = b * h * -(-n // config.ROWS) + b * kv * -(-keys // config.BLOCK_N) * (config.BLOCK_N // config.ROWS)
-    return 4 * tiles * m * (d + 2) + 4 * (tiles + 1) + odd
+    odd = b * h * -(-n // config.ROWS) + b * kv * -(-keys // cfg.block_n) * 2
+    return 4 * tiles * m * (d + 2) + 4 * (tiles * cfg.turns + 1) + odd
 
 
 def memory(backend: str, device: Device, case: str, length: int = 4000) -> str:

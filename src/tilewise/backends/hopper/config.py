@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-BACKWARD_DIMS = (64, 128)
+BACKWARD_DIMS = (64, 96, 128)
 ROWS = 64  # of a consumer: what one warp group of wgmma takes
 BLOCK_M = 2 * ROWS
 LARGEST_CAP = 128.0  # of a softcap: beyond, the 5e-7 of ``quick_tanh`` times it is more than the rounding of 16 bits
@@ -69,19 +69,35 @@ class Backward:
     """How the backward kernel is cut up."""
 
     block_m: int
+    block_n: int
     stages: int
 
+    @property
+    def turns(self) -> int:
+        """How many counts of turns a tile of queries has."""
+        return 1
 
-BLOCK_N = 2 * ROWS  # keys of a program of the backward
+    def sums(self, columns: int) -> tuple[int, int]:
+        """The tile of dQ that is added at a time."""
+        return self.block_m, columns
 
 
-def choose_backward(dim: int) -> Backward:
-    """The configuration for a head dim.
+def columns(dim: int, other: int) -> int:
+    """The columns of a tile of the backward; other: the head dim of the values, if dim is that of the keys, and back.
 
-    block_m: beside dK and dV a consumer's registers hold scores of 64 queries at D = 128, and at D = 64 the next 64 as
+    Up to 128 those of both are as many: dK and dV go to memory from the same place. Beyond, dQ is added in pieces of 64
+    columns by each of two warps.
+    """
+    return 64 if max(dim, other) <= 64 else 128 if dim <= 128 else 256
+
+
+def choose_backward(dim: int, dim_v: int) -> Backward:
+    """The configuration for head dims.
+
+    block_m: beside dK and dV a consumer's registers hold scores of 64 queries at 128 columns, and at 64 the next 64 as
     well. stages: what fits the 227 KB; a third in place of a second buffer for dQ is no faster.
     """
-    return Backward(block_m=64 if dim == 128 else 128, stages=2)
+    return Backward(block_m=64 if columns(dim, dim_v) == 128 else 128, block_n=2 * ROWS, stages=2)
 
 
 def section(dim: int, len_q: int, group: int) -> int:

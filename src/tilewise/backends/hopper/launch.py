@@ -156,6 +156,11 @@ def forward(r: Request) -> Output:
     return Output(*made)  # type: ignore[arg-type]
 
 
+def scales(r: Request) -> tuple[float, float | None]:
+    """What scores are multiplied by; under a softcap these are a tanh, and the second what q k^T is within it."""
+    return (r.scale, None) if r.softcap is None else (r.softcap, 2 * _LOG2E * r.scale / r.softcap)
+
+
 def _forward(r: Request, counter: Tensor | None, work: Work) -> Output:
     from .kernel import forward_kernel
 
@@ -176,7 +181,7 @@ def _forward(r: Request, counter: Tensor | None, work: Work) -> Output:
     else:
         tiles, pairs = r.q.shape[0] // rows + r.batch, r.heads // heads  # at most
     section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group // heads
-    qk_scale, cap = (r.scale, None) if r.softcap is None else (r.softcap, 2 * _LOG2E * r.scale / r.softcap)
+    qk_scale, cap = scales(r)
     lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
     sinks = None if r.sinks is None else r.sinks.contiguous()
     q, k, v = (aligned(planes(r, x)) for x in (r.q, r.k, r.v))
@@ -220,7 +225,8 @@ def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
     from ..triton.launch import decided_by, inputs
     from ..triton.repeat import repeated
 
-    if not own_backward(r) or not needs >= {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
+    nothing = r.q.numel() == 0 or r.k.numel() == 0 or 0 in (r.batch, r.len_q, r.len_k)
+    if nothing or not own_backward(r) or not needs >= {"q", "k", "v"}:
         return gradients.backward(r, saved, needs)
     sinks = gradients.backward(r, saved, frozenset({"sinks"})).sinks if "sinks" in needs else None
     about = decided_by(r)
@@ -232,70 +238,131 @@ def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
 
 
 def own_backward(r: Request) -> bool:
-    """Whether there is a backward kernel here for what the forward takes. Sinks are in its lse."""
-    return r.dim == r.dim_v and r.dim in config.BACKWARD_DIMS and r.softcap is None and r.ragged is None
+    """Whether there is a backward kernel here for what the forward takes."""
+    return r.dim in config.BACKWARD_DIMS and r.dim_v in config.BACKWARD_DIMS
 
 
 def _backward(r: Request, saved: Saved, work: Work) -> tuple[Tensor, ...]:
     from ..triton.start import Tiled
-    from .backward import backward_kernel, finish_kernel, prepare_kernel
+    from .around import finish_kernel, prepare_kernel
+    from .backward import backward_kernel
 
-    keep, cfg = kept(r.mask, r.len_q, r.len_k), config.choose_backward(r.dim)
+    cu_q = None if r.ragged is None else r.ragged.cu_q
+    cfg = config.choose_backward(r.dim, r.dim_v)
+    columns, columns_v = config.columns(r.dim, r.dim_v), config.columns(r.dim_v, r.dim)
+    keep = kept(r.mask, r.len_q, r.len_k) if r.ragged is None else kept(r.mask, 0, 0)
     assert keep is not None
     low, high, left, right = ends(keep)
-    masked = left or right or keep.lengths is not None
-    q, k, v, dout = (aligned(x if describable(x) else x.contiguous()) for x in (r.q, r.k, r.v, saved.dout))
-    dq, dk, dv = (work.made(torch.empty_like(x)) for x in (q, k, v))
-    out, lse, dlse = saved.out, saved.lse, saved.dlse
-    pairs, kv_pairs = r.batch * r.heads, r.batch * r.kv_heads
-    n_m, n_q, n_n = -(-r.len_q // cfg.block_m), -(-r.len_q // config.ROWS), -(-r.len_k // config.BLOCK_N)
+    masked = left or right or keep.lengths is not None or r.ragged is not None
+    given = (planes(r, x) for x in (r.q, r.k, r.v, saved.dout))
+    q, k, v, dout = (aligned(x if describable(x) else x.contiguous()) for x in given)
+    made = tuple(work.made(torch.empty_like(x)) for x in (r.q, r.k, r.v))
+    dq, dk, dv = grads = tuple(planes(r, x) for x in made)
+    out, lse, dlse = planes(r, saved.out), saved.lse, saved.dlse
+    tiles = Tiles.of(r, cfg)
+    n_m, n_q, n_n = tiles.of_queries, tiles.of_rows, tiles.of_keys
+    pairs, kv_pairs = (n if r.ragged is not None else r.batch * n for n in (r.heads, r.kv_heads))
+    rows = q.shape[2]
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return work.made(torch.empty(shape, dtype=dtype, device=r.device))
 
     sums, stats = empty(pairs * n_m * cfg.block_m, r.dim), empty(pairs * n_m * 2 * cfg.block_m)
-    turns = empty(pairs * n_m + 1, dtype=torch.int32)
-    ticket = work.part(turns, pairs * n_m)
-    delta = empty(pairs * r.len_q) if masked else None
-    odd = empty(pairs * n_q + kv_pairs * n_n * 2, dtype=torch.int8) if masked else None
+    turns = empty(pairs * n_m * cfg.turns + 1, dtype=torch.int32)
+    ticket = work.part(turns, pairs * n_m * cfg.turns)
+    delta = empty(*lse.shape) if masked else None
+    odd = None
+    if masked:
+        flags = torch.empty(pairs * n_q + kv_pairs * n_n * 2, dtype=torch.int8, device=r.device)
+        odd = work.made(flags, None if r.ragged is None else 0)  # of tiles that are not used nobody says anything
+    dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride())[-3:]
     args: tuple[Any, ...] = (
-        out, dout, lse, dlse, stats, delta, turns, ticket, out.stride()[:3], dout.stride()[:3],
-        (0, 0, 0) if dlse is None else dlse.stride(), r.heads, r.len_q, n_m,
-    )  # fmt: skip
-    work.launch(prepare_kernel, pairs * n_m, args, D=r.dim, BLOCK_M=cfg.block_m)
-    lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
-    section = config.section(r.dim, r.len_q, r.group)
-    args = (
-        tiled(q, cfg.block_m), tiled(k, config.BLOCK_N), tiled(v, config.BLOCK_N), tiled(dout, cfg.block_m),
-        Tiled(stats, (stats.numel(),), (), (2 * cfg.block_m,)),
-        Tiled(sums, tuple(sums.shape), (r.dim,), (cfg.block_m, r.dim)), tiled(dk, config.ROWS), tiled(dv, config.ROWS),
-        turns, ticket, None if odd is None else work.part(odd, pairs * n_q), lengths, r.kv_heads, r.group, r.len_q,
-        r.len_k, n_m, kv_pairs, min(section, kv_pairs), n_n * kv_pairs, low, high, r.scale, r.scale * _LOG2E,
+        out, dout, lse, dlse, stats, delta, turns, ticket, out.stride()[:3], dout.stride()[:3], dlse_strides, cu_q,
+        r.batch, r.heads, rows, n_m,
     )  # fmt: skip
     work.launch(
-        backward_kernel, min(processors(r.device), n_n * kv_pairs), args, D=r.dim, BLOCK_M=cfg.block_m,
-        STAGES=cfg.stages, LEFT=left, RIGHT=right,
+        prepare_kernel, pairs * n_m, args, DV=r.dim_v, COLS=columns_v, BLOCK_M=cfg.block_m, TURNS=cfg.turns
     )  # fmt: skip
-    args = sums, turns, dq, odd, dq.stride()[:3], r.heads, r.len_q, n_m, n_q, r.scale
-    work.launch(finish_kernel, pairs * n_q, args, D=r.dim, BLOCK_M=cfg.block_m, ROWS=config.ROWS)
+    lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
+    section = min(config.section(r.dim, r.len_q, r.group), kv_pairs)
+    qk_scale, cap = scales(r)
+    args = (
+        tiled(q, cfg.block_m, columns), tiled(k, cfg.block_n, columns), tiled(v, cfg.block_n, columns_v),
+        tiled(dout, cfg.block_m, columns_v), Tiled(stats, (stats.numel(),), (), (2 * cfg.block_m,)),
+        Tiled(sums, tuple(sums.shape), (r.dim,), cfg.sums(columns)), tiled(dk, config.ROWS, columns),
+        tiled(dv, config.ROWS, columns_v), turns, ticket, None if odd is None else work.part(odd, pairs * n_q),
+        lengths, r.kv_heads, r.group, r.len_q, r.len_k, n_m, n_n, kv_pairs, section, low, high, r.scale,
+        qk_scale * _LOG2E, cap, *_key_items(r, made, cfg.block_n, n_n, work),
+    )  # fmt: skip
+    work.launch(
+        backward_kernel, min(processors(r.device), n_n * kv_pairs), args, D=r.dim, DV=r.dim_v, BLOCK_M=cfg.block_m,
+        BLOCK_N=cfg.block_n, STAGES=cfg.stages, LEFT=left, RIGHT=right,
+    )  # fmt: skip
+    args = sums, turns, dq, odd, dq.stride()[:3], cu_q, r.batch, r.heads, rows, n_m, n_q, r.scale
+    work.launch(
+        finish_kernel, pairs * n_q, args, D=r.dim, COLS=columns, BLOCK_M=cfg.block_m, TURNS=cfg.turns, ROWS=config.ROWS
+    )  # fmt: skip
     if odd is not None:
-        _careful(r, (q, k, v, dout), lse, delta, (dq, dk, dv), odd, n_q, 2 * n_n, work)
-    return dq, dk, dv
+        _careful(r, (q, k, v, dout), lse, delta, grads, odd, (pairs * n_q, n_q, 2 * n_n), cfg.block_n, work)
+    return made
+
+
+class Tiles(NamedTuple):
+    """How many tiles there is room for in each head of a batch entry, or of all of a ragged batch."""
+
+    of_queries: int
+    of_rows: int  # of queries, 64 each
+    of_keys: int
+
+    @classmethod
+    def of(cls, r: Request, cfg: config.Backward) -> Tiles:
+        blocks = (r.len_q, cfg.block_m), (r.len_q, config.ROWS), (r.len_k, cfg.block_n)
+        if r.ragged is None:
+            return cls(*(-(-n // block) for n, block in blocks))
+        rows, keys = r.q.shape[0], r.k.shape[0]
+        return cls(rows // cfg.block_m + r.batch, rows // config.ROWS + r.batch, keys // cfg.block_n + r.batch)
+
+
+def _key_items(r: Request, grads: tuple[Tensor, ...], tile: int, most: int, work: Work) -> tuple:
+    """What the backward kernel is told of a ragged batch, its list of tiles of so many keys among it."""
+    if r.ragged is None:
+        return (None,) * 3 + (0, None, 0, 0, None, 0, 0)
+    from .ragged import CHUNK, ROWS, blank_kernel, items_kernel
+
+    cu_q, cu_k, (dq, dk, dv) = r.ragged.cu_q, r.ragged.cu_k, grads
+    items = work.made(torch.empty(1 + 2 * most, dtype=torch.int32, device=r.device))
+    args: tuple[Any, ...] = cu_k, cu_q, items, None, None, None, r.batch, 0, 0, (0, 0)
+    work.launch(items_kernel, r.batch, args, DV=1, BLOCK_DV=1, BLOCK_M=tile, CHUNK=CHUNK, ROWS=ROWS)
+    rows, keys = dq.shape[0], dk.shape[0]
+    args = (
+        cu_q, cu_k, dq, dk, dv, *(x.stride()[:2] for x in grads), r.batch, rows, keys, r.heads, r.kv_heads,
+    )  # fmt: skip
+    work.launch(
+        blank_kernel, -(-max(rows, keys) // ROWS), args, D=r.dim, DV=r.dim_v, BLOCK_D=config.padded(r.dim),
+        BLOCK_DV=config.padded(r.dim_v), ROWS=ROWS,
+    )  # fmt: skip
+    places = (y for x in (dk, dv) for y in (x, x.stride(1), x.stride(0)))
+    return cu_q, cu_k, items, int(bool(skewed(r.mask))), *places
 
 
 def _careful(
     r: Request, inputs: tuple[Tensor, ...], lse: Tensor, delta: Tensor | None, grads: tuple[Tensor, ...], odd: Tensor,
-    n_q: int, n_k: int, work: Work,
+    sizes: tuple[int, int, int], block_n: int, work: Work,
 ) -> None:  # fmt: skip
+    """sizes: how many tiles of queries, those of a head, and those of keys of one."""
     from ..triton.launch import Problem
     from .careful import CHUNK, careful_kernel
 
-    p, total_q = Problem(r), r.batch * r.heads * n_q
+    p, (total_q, n_q, n_k) = Problem(r), sizes
+    first = 0 if r.ragged is None else 1  # all of a ragged batch is one entry
+    strides = ((0,) * first + x.stride()[first:] for x in (*inputs, *grads))
     args = (
-        odd, *inputs, lse, delta, *grads, *(x.stride() for x in (*inputs, *grads)), p.stat_strides(lse), r.len_q,
-        r.len_k, r.heads, r.group, r.scale, p.qk_scale, n_q, n_k, total_q, odd.numel(),
+        odd, *inputs, lse, delta, *grads, *strides, p.stat_strides(lse), p.cu_q, p.cu_k, r.batch, r.len_q, r.len_k,
+        r.heads, r.group, r.scale, p.qk_scale, p.cap, n_q, n_k, total_q, odd.numel(),
     )  # fmt: skip
     work.launch(
         careful_kernel, -(-odd.numel() // CHUNK), args, (p.mask_args,), KEEP=p.mask.keep, REACH_Q=p.mask.reach_q,
-        REACH_K=p.mask.reach_k, D=r.dim, UNIT=p.unit, WIDE=p.wide(*inputs, *grads), CHUNK=CHUNK, num_stages=1,
+        REACH_K=p.mask.reach_k, D=r.dim, DV=r.dim_v, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
+        SOFTCAP=r.softcap is not None, WIDE=p.wide(*(x[0].transpose(0, 1) if first else x for x in (*inputs, *grads))),
+        BLOCK_N=block_n, CHUNK=CHUNK, num_stages=1,
     )  # fmt: skip

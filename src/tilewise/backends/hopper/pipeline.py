@@ -10,6 +10,7 @@ from triton.language.core import _aggregate as aggregate
 from . import config
 from .gluon import tma_load
 
+ROWS = gl.constexpr(config.ROWS)
 padded = gluon.constexpr_function(config.padded)
 stored = gluon.constexpr_function(config.stored)
 
@@ -47,10 +48,50 @@ class Sizes:
         self.n_m, self.pairs, self.section, self.low, self.high = n_m, pairs, section, low, high
 
 
+@gluon.jit
+def sequence(b, z, ragged):
+    """Sequence b of a ragged batch: its first query and key, and ``Sizes`` with its lengths and its diagonal."""
+    if ragged[2] is None:
+        return 0, 0, z
+    else:
+        cu_q, cu_k, skew = ragged[0], ragged[1], ragged[3]
+        first_q, first_k = gl.load(cu_q + b), gl.load(cu_k + b)
+        len_q, len_k = gl.load(cu_q + b + 1) - first_q, gl.load(cu_k + b + 1) - first_k
+        down = skew * (len_k - len_q)
+        own = Sizes(
+            z.heads, z.group, len_q, len_k, z.n_m, z.pairs, z.section, z.low + down, z.high + down
+        )  # fmt: skip
+        return first_q, first_k, own
+
+
+@gluon.jit
+def plane(b, ragged):
+    """Batch entry b as TMA counts: a ragged batch is one."""
+    if ragged[2] is None:
+        return b
+    else:
+        return 0
+
+
 @gluon.constexpr_function
 def wgmma_layout(n):
     """Of the result of a product with n columns, in the registers of a warp group."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+
+
+@gluon.constexpr_function
+def rows_layout(columns):
+    """Of rows as they lie in memory: 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns of a tile in the registers of a warp group: none move."""
+    N: gl.constexpr = x.shape[1] // 2
+    a, b = gl.split(x.reshape([ROWS, 2, N]).permute((0, 2, 1)))
+    LAYOUT: gl.constexpr = wgmma_layout(N)
+    return gl.convert_layout(a, LAYOUT), gl.convert_layout(b, LAYOUT)
 
 
 @aggregate
