@@ -434,7 +434,7 @@ def on_cpu(programs=3):
     from tilewise.backends.triton.start import Tiled
 
     forward = _kernel("pipeline.py", "kernel.py")["forward_kernel"]
-    backward = _kernel("pipeline.py", "columns.py", "backward.py")["backward_kernel"]
+    backward = _kernel("pipeline.py", "columns.py", "roles.py", "backward.py")["backward_kernel"]
     counter = torch.zeros(2, dtype=torch.int32)
 
     def given(x):

@@ -207,7 +207,7 @@ def test_backward_compiles_to_what_is_fast(dim, dim_v, asked):
 
 
 @pytest.mark.skipif(not MEASURED, reason="they are plain Triton")
-@pytest.mark.parametrize("dim", config.BACKWARD_DIMS)
+@pytest.mark.parametrize("dim", config.HEAD_DIMS)
 def test_the_kernels_around_the_backward(dim, monkeypatch):
     """Before and after it: they read and write, and do it again where there is a mask and something is not finite."""
 

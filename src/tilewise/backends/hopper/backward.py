@@ -70,6 +70,7 @@ from .pipeline import (
     tiles,
     wgmma_layout,
 )
+from .roles import owner_of_keys, owner_of_values, writer_of_half
 
 CROSSED = gl.constexpr(8)  # a named barrier of each consumer, for even and for odd steps: the other's dS is there
 
@@ -96,6 +97,7 @@ def producer(
 ):  # fmt: skip
     COLS: gl.constexpr = columns(D, DV)
     COLS_V: gl.constexpr = columns(DV, D)
+    APART: gl.constexpr = BLOCK_N == ROWS  # dO has a buffer and barriers of its own
     it = gl.to_tensor(0)
     done = gl.to_tensor(1)
     t = take(ticket, ids, 0)
@@ -112,13 +114,17 @@ def producer(
                 slot = it % STAGES
                 await_empty(steps, it, STAGES)
                 full = steps.full.index(slot)
-                mbarrier.expect(full, BLOCK_M * (COLS + COLS_V) * 2 + 2 * BLOCK_M * 4)
+                mbarrier.expect(full, BLOCK_M * (COLS + (0 if APART else COLS_V)) * 2 + 2 * BLOCK_M * 4)
                 tma_load(q_desc, [b, h, start[0] + m * BLOCK_M, 0], full, steps.q.index(slot))
-                if (g == 0) & (x == 0):  # the first Q comes before K is free
-                    load_keys(k_desc, v_desc, k, v, b, kv, row, done - 1, BLOCK_N, COLS, COLS_V)
-                tma_load(do_desc, [b, h, start[0] + m * BLOCK_M, 0], full, do.data.index(slot))
                 at = (h * z.n_m + start[2] + m) * (2 * BLOCK_M)
                 tma_load(stats_desc, [at], full, steps.stats.index(slot))
+                if (g == 0) & (x == 0):  # the first Q comes before K is free
+                    load_keys(k_desc, v_desc, k, v, b, kv, row, done - 1, BLOCK_N, COLS, COLS_V)
+                if APART:
+                    await_empty(do, it, 1)
+                    fetch(do_desc, b, h, start[0] + m * BLOCK_M, do, 0, BLOCK_M, COLS_V)
+                else:
+                    tma_load(do_desc, [b, h, start[0] + m * BLOCK_M, 0], full, do.data.index(slot))
                 it += 1
         t = take(ticket, ids, done)
         done += 1
@@ -344,17 +350,13 @@ def backward_kernel(
 ):  # fmt: skip
     COLS: gl.constexpr = columns(D, DV)
     COLS_V: gl.constexpr = columns(DV, D)
+    ROLES: gl.constexpr = BLOCK_N == ROWS
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     stats = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], stats_desc.layout)
     steps = Steps(tiles(q_desc, STAGES, BLOCK_M, COLS), stats, full, empty)
-    do = Ring(tiles(do_desc, STAGES, BLOCK_M, COLS_V), full, empty)
-    k = ring(tiles(k_desc, 1, BLOCK_N, COLS), 1, 2)
-    v = ring(tiles(v_desc, 1, BLOCK_N, COLS_V), 1, 2)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
-    sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, COLS], sum_desc.layout)
     ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 4)
-    fence_async_shared()
     # Without ragged sequences None, and 0.
     ragged = cu_q, cu_k, items, skew, dk_ptr, dk_h, dk_l, dv_ptr, dv_h, dv_l
     slots = n_n  # for the tiles of keys of a head: of a ragged batch not all are used
@@ -362,32 +364,76 @@ def backward_kernel(
         n_n = gl.load(items)
     n_tiles = n_n * pairs
     z = Sizes(heads, group, len_q, len_k, n_m, pairs, section, low, high)
-    gl.warp_specialize(
-        [
-            (
-                consumer,
-                (0, dk_desc, dv_desc, steps, do, k, v, ds, sums, ids, odd, lengths, ragged, z, n_n, slots, n_tiles,
-                 scale, qk_scale, cap, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
-            ),
-            (
-                consumer,
-                (1, dk_desc, dv_desc, steps, do, k, v, ds, sums, ids, odd, lengths, ragged, z, n_n, slots, n_tiles,
-                 scale, qk_scale, cap, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
-            ),
-            (
-                producer,
-                (q_desc, k_desc, v_desc, do_desc, stats_desc, steps, do, k, v, ids, ticket, lengths, ragged, z, n_n,
-                 n_tiles, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
-            ),
-            (
-                writer,
-                (0, sum_desc, sums, ids, turns, lengths, ragged, z, n_n, n_tiles, BLOCK_M, BLOCK_N, LEFT, RIGHT),
-            ),
-            (
-                writer,
-                (1, sum_desc, sums, ids, turns, lengths, ragged, z, n_n, n_tiles, BLOCK_M, BLOCK_N, LEFT, RIGHT),
-            ),
-        ],
-        [4, 1, 1, 1],
-        [240, 24, 24, 24],
-    )  # fmt: skip
+    if ROLES:
+        do = ring(tiles(do_desc, 1, BLOCK_M, COLS_V), 1, 2)
+        k = ring(tiles(k_desc, 1, BLOCK_N, COLS), 1, 1)
+        v = ring(tiles(v_desc, 1, BLOCK_N, COLS_V), 1, 1)
+        ps = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], DS_LAYOUT)
+        sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, ROWS], sum_desc.layout)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (
+                    owner_of_values,
+                    (dv_desc, steps, do, k, v, ps, ds, sums, ids, odd, lengths, ragged, z, n_n, slots, n_tiles,
+                     qk_scale, cap, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
+                ),
+                (
+                    owner_of_keys,
+                    (dk_desc, steps, do, k, v, ps, ds, sums, ids, odd, lengths, ragged, z, n_n, slots, n_tiles, scale,
+                     BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
+                ),
+                (
+                    producer,
+                    (q_desc, k_desc, v_desc, do_desc, stats_desc, steps, do, k, v, ids, ticket, lengths, ragged, z,
+                     n_n, n_tiles, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
+                ),
+                (
+                    writer_of_half,
+                    (0, sum_desc, sums, ids, turns, lengths, ragged, z, n_n, n_tiles, COLS, BLOCK_M, BLOCK_N, LEFT,
+                     RIGHT),
+                ),
+                (
+                    writer_of_half,
+                    (1, sum_desc, sums, ids, turns, lengths, ragged, z, n_n, n_tiles, COLS, BLOCK_M, BLOCK_N, LEFT,
+                     RIGHT),
+                ),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )  # fmt: skip
+    else:
+        do = Ring(tiles(do_desc, STAGES, BLOCK_M, COLS_V), full, empty)
+        k = ring(tiles(k_desc, 1, BLOCK_N, COLS), 1, 2)
+        v = ring(tiles(v_desc, 1, BLOCK_N, COLS_V), 1, 2)
+        sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, COLS], sum_desc.layout)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (
+                    consumer,
+                    (0, dk_desc, dv_desc, steps, do, k, v, ds, sums, ids, odd, lengths, ragged, z, n_n, slots, n_tiles,
+                     scale, qk_scale, cap, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
+                ),
+                (
+                    consumer,
+                    (1, dk_desc, dv_desc, steps, do, k, v, ds, sums, ids, odd, lengths, ragged, z, n_n, slots, n_tiles,
+                     scale, qk_scale, cap, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
+                ),
+                (
+                    producer,
+                    (q_desc, k_desc, v_desc, do_desc, stats_desc, steps, do, k, v, ids, ticket, lengths, ragged, z, n_n,
+                     n_tiles, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
+                ),
+                (
+                    writer,
+                    (0, sum_desc, sums, ids, turns, lengths, ragged, z, n_n, n_tiles, BLOCK_M, BLOCK_N, LEFT, RIGHT),
+                ),
+                (
+                    writer,
+                    (1, sum_desc, sums, ids, turns, lengths, ragged, z, n_n, n_tiles, BLOCK_M, BLOCK_N, LEFT, RIGHT),
+                ),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-BACKWARD_DIMS = (64, 96, 128)
 ROWS = 64  # of a consumer: what one warp group of wgmma takes
 BLOCK_M = 2 * ROWS
 LARGEST_CAP = 128.0  # of a softcap: beyond, the 5e-7 of ``quick_tanh`` times it is more than the rounding of 16 bits
@@ -74,19 +73,18 @@ class Backward:
 
     @property
     def turns(self) -> int:
-        """How many counts of turns a tile of queries has."""
-        return 1
+        """How many counts of turns a tile of queries has: one for each half of dQ where consumers have roles."""
+        return 2 if self.block_n == ROWS else 1
 
     def sums(self, columns: int) -> tuple[int, int]:
-        """The tile of dQ that is added at a time."""
-        return self.block_m, columns
+        """The part of dQ that is added at a time: there 64 columns of one half, of which no more fit."""
+        return self.block_m, 64 if self.block_n == ROWS else columns
 
 
 def columns(dim: int, other: int) -> int:
     """The columns of a tile of the backward; other: the head dim of the values, if dim is that of the keys, and back.
 
-    Up to 128 those of both are as many: dK and dV go to memory from the same place. Beyond, dQ is added in pieces of 64
-    columns by each of two warps.
+    Up to 128 those of both are as many: dK and dV go to memory from the same place.
     """
     return 64 if max(dim, other) <= 64 else 128 if dim <= 128 else 256
 
@@ -94,10 +92,12 @@ def columns(dim: int, other: int) -> int:
 def choose_backward(dim: int, dim_v: int) -> Backward:
     """The configuration for head dims.
 
-    block_m: beside dK and dV a consumer's registers hold scores of 64 queries at 128 columns, and at 64 the next 64 as
-    well. stages: what fits the 227 KB; a third in place of a second buffer for dQ is no faster.
+    block_n: of 128 keys dK and dV fit the registers up to 128 columns, of 64 up to 256. block_m: beside dK and dV a
+    consumer's registers hold scores of 64 queries at 128 columns and beyond, and at 64 the next 64 as well. stages:
+    what fits the 227 KB; a third in place of a second buffer for dQ is no faster at 64 and 128.
     """
-    return Backward(block_m=64 if columns(dim, dim_v) == 128 else 128, block_n=2 * ROWS, stages=2)
+    columns = max(padded(dim), padded(dim_v))
+    return Backward(block_m=128 if columns == 64 else 64, block_n=2 * ROWS if columns <= 128 else ROWS, stages=2)
 
 
 def section(dim: int, len_q: int, group: int) -> int:

@@ -1,10 +1,9 @@
 """The consumers of the backward where dK and dV have 256 columns: one owns dV of 64 keys, the other dK.
 
-dK and dV of 64 keys are 128 registers a thread of two warp groups each, so neither has room for both, and two of 64 keys
-each no room for anything else. The owner of dV computes S and P, that of dK dP and dS: two products each, whose results
-feed the third as register operands. P crosses to the owner of dK through shared memory, and dS back; of dQ = dS K each
-computes half of the columns, the owner of dV a step later. Loads of Q run a step ahead; there is one buffer for dO, which
-is loaded again beside dK, dQ and the next S.
+dK and dV of 64 keys are 128 registers a thread of one warp group each, so neither has room for both. The owner of dV
+computes S and P, that of dK dP and dS: two products each, whose results feed the third as register operands. P crosses
+to the owner of dK through shared memory, and dS back; of dQ = dS K each computes half of the columns, the owner of dV a
+step later. Q is loaded a step ahead. dO has one buffer, and is loaded while dK, dQ and the next S are computed.
 """
 
 # No ``from __future__ import annotations``: Gluon reads the annotations.
@@ -140,10 +139,10 @@ def step_of_values(
     lse = steps.stats.index(slot).slice(0, ROWS, dim=0).load(gl.SliceLayout(0, LAYOUT))
     s = warpgroup_mma_wait(0, deps=[s_run])
     p, slope = probabilities(s, lse, i0, j0, end, open_from, open_to, own, qk_scale, cap, LEFT, RIGHT)
-    operand = gl.convert_layout(p.to(ps.dtype), P_LAYOUT)
+    operand, slope = gl.convert_layout(p.to(ps.dtype), P_LAYOUT), slope.to(ps.dtype)
     if not FIRST:
         named_barrier("sync", RETURNED, 256)
-    ps.store(slope.to(ps.dtype))
+    ps.store(slope)
     named_barrier("arrive", GIVEN, 256)
     if not FIRST:
         dq_run = start_half(ds, k, it - 1, 0, COLS)
