@@ -101,7 +101,7 @@ def items_kernel(
             if total == 0:  # a program reads the first before it knows
                 tl.store(items + 1, 0)
                 tl.store(items + 2, 0)
-    else:
+    elif out is not None:
         i = (pid - sequences) * ROWS + tl.arange(0, ROWS)
         which = outside(cu_q, i, rows, sequences)
         if tl.max(which.to(tl.int32), 0) > 0:
