@@ -429,12 +429,14 @@ def on_cpu(programs=3):
     """Within the block ``launch`` runs its own code, and the kernels as this module does."""
     from tilewise.backends.hopper.backward import backward_kernel
     from tilewise.backends.hopper.kernel import forward_kernel
+    from tilewise.backends.hopper.queries import queries_kernel
     from tilewise.backends.hopper.ragged import items_kernel
     from tilewise.backends.triton.config import interpreting
     from tilewise.backends.triton.start import Tiled
 
     forward = _kernel("pipeline.py", "kernel.py")["forward_kernel"]
     backward = _kernel("pipeline.py", "columns.py", "roles.py", "backward.py")["backward_kernel"]
+    queries = _kernel("pipeline.py", "columns.py", "kernel.py", "queries.py")["queries_kernel"]
     counter = torch.zeros(2, dtype=torch.int32)
 
     def given(x):
@@ -451,6 +453,8 @@ def on_cpu(programs=3):
             assert not counter.any(), "the next launch begins at 0"
         elif kernel is backward_kernel:  # they wait for each other
             beside([(program, (backward, n, grid, args, constants)) for n in range(grid)])
+        elif kernel is queries_kernel:
+            beside([(program, (queries, n, grid, args, constants)) for n in range(grid)])
         elif interpreting():
             kernel[(grid,)](*args, *masks, **constants)
         else:

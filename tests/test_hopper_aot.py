@@ -28,6 +28,7 @@ from tilewise import masks  # noqa: E402
 from tilewise.backends.hopper import config, launch  # noqa: E402
 from tilewise.backends.hopper.backward import backward_kernel  # noqa: E402
 from tilewise.backends.hopper.kernel import forward_kernel  # noqa: E402
+from tilewise.backends.hopper.queries import queries_kernel  # noqa: E402
 from tilewise.backends.triton import aot  # noqa: E402
 from tilewise.dispatch import Saved  # noqa: E402
 from tilewise.request import Ragged, Request  # noqa: E402
@@ -60,7 +61,7 @@ def compiled(kernel, types: dict[str, str], constants: dict[str, object]) -> "tr
     """The kernel with pointers that are aligned, and what is neither a type nor a constant an int."""
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if n in ("lse", "top", "turns") or n.endswith("_ptr")]
+    aligned = [i for i, n in enumerate(names) if n in ("lse", "top", "turns", "stats") or n.endswith("_ptr")]
     source = GluonASTSource(
         kernel, signature, {(names.index(n),): x for n, x in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned if names[i] in types},
@@ -103,8 +104,8 @@ def compile_backward(dim: int, dim_v: int, asked: tuple[str, ...], dtype: str) -
     blocks = {"q_desc": (m, d), "k_desc": (n, d), "v_desc": (n, dv), "do_desc": (m, dv)}
     blocks |= {"dk_desc": (config.ROWS, d), "dv_desc": (config.ROWS, dv)}
     types = {name: descriptor(dtype, 1, 1, *block) for name, block in blocks.items()}
-    types |= {"stats_desc": descriptor("fp32", 2 * m), "sum_desc": descriptor("fp32", *cfg.sums(d))}
-    types |= {"turns": "*i32", "ticket": "*i32", "scale": "fp32", "qk_scale": "fp32"}
+    types |= {"stats_desc": descriptor("fp32", 2 * m), "ticket": "*i32", "scale": "fp32", "qk_scale": "fp32"}
+    types |= {"sum_desc": descriptor("fp32", m, d), "turns": "*i32"} if cfg.sums else {}
     types |= {"odd": "*i8"} if {"left", "right", "lengths", "ragged"} & set(asked) else {}
     types |= {"lengths": "*i64"} if "lengths" in asked else {}
     types |= {"cap": "fp32"} if "softcap" in asked else {}
@@ -113,8 +114,26 @@ def compile_backward(dim: int, dim_v: int, asked: tuple[str, ...], dtype: str) -
     types |= {f"d{x}_{s}": "i64" for x in "kv" for s in "hl"} | (lists if ragged else {})
     constants = {"D": dim, "DV": dim_v, "BLOCK_M": m, "BLOCK_N": n, "STAGES": cfg.stages}
     constants |= {"LEFT": "left" in asked, "RIGHT": "right" in asked}
-    constants |= {x: None for x in ("odd", "lengths", "cap", *lists) if x not in types}
+    optional = "odd", "lengths", "cap", "sum_desc", "turns", *lists
+    constants |= {x: None for x in optional if x not in types}
     return compiled(backward_kernel, types, constants)
+
+
+def compile_queries(dim: int, dim_v: int, asked: tuple[str, ...], dtype: str) -> "triton.compiler.CompiledKernel":
+    """The kernel for dQ where it has one."""
+    m, d, dv = config.ROWS, config.columns(dim, dim_v), config.columns(dim_v, dim)
+    types = {f"{x}_desc": descriptor(dtype, 1, 1, m, d) for x in ("q", "k", "dq")}
+    types |= {f"{x}_desc": descriptor(dtype, 1, 1, m, dv) for x in ("do", "v")}
+    types |= {"stats": "*fp32", "ticket": "*i32", "scale": "fp32", "qk_scale": "fp32", "dq_h": "i64", "dq_l": "i64"}
+    types |= {"odd": "*i8"} if {"left", "right", "lengths", "ragged"} & set(asked) else {}
+    types |= {"lengths": "*i64"} if "lengths" in asked else {}
+    types |= {"cap": "fp32"} if "softcap" in asked else {}
+    lists = {"cu_q": "*i32", "cu_k": "*i32", "items": "*i32", "skew": "i32", "dq_ptr": f"*{dtype}"}
+    types |= lists if "ragged" in asked else {}
+    constants = {"D": dim, "DV": dim_v, "STAGES": config.choose_backward(dim, dim_v).stages}
+    constants |= {"LEFT": "left" in asked, "RIGHT": "right" in asked}
+    constants |= {x: None for x in ("odd", "lengths", "cap", *lists) if x not in types}
+    return compiled(queries_kernel, types, constants)
 
 
 # --- reading the code -----------------------------------------------------------------------------
@@ -255,7 +274,8 @@ def main(direction: str, dim: int, dim_v: int, asked: str) -> None:
         if direction == "forward":
             kernel = compile_forward(dim, dim_v, (MASKS | EXTRAS)[asked], dtype, top)
         else:
-            kernel = compile_backward(dim, dim_v, (MASKS | EXTRAS)[asked], dtype)
+            compile_it = compile_backward if direction == "backward" else compile_queries
+            kernel = compile_it(dim, dim_v, (MASKS | EXTRAS)[asked], dtype)
         code = sass(kernel)
         fast, lines = fast_loops(code), [x for _, x in code]
         found = {name: count(name, lines) for name in ("UTMALDG", "UTMAREDG", "HGMMA", "HMMA")}

@@ -18,7 +18,7 @@ def head_at(x, strides, pair, heads):
 @triton.jit(do_not_specialize=["ticket", "heads", "sequences", "rows", "n_m"])
 def prepare_kernel(
     out, dout, lse, dlse, stats, delta, turns, ticket, out_strides, dout_strides, dlse_strides, cu_q, sequences, heads,
-    rows, n_m, DV: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr, TURNS: tl.constexpr,
+    rows, n_m, DV: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """stats of a tile of rows: lse in units of log2, then delta = rowsum(dO * O) - dlse. Nobody has had its turn.
 
@@ -47,15 +47,17 @@ def prepare_kernel(
     tl.store(at_stats + BLOCK_M, d)
     if delta is not None:
         tl.store(delta + at, d, mask=inside)
-    tl.store(turns + pid * TURNS + tl.arange(0, TURNS), tl.zeros([TURNS], tl.int32))
+    if turns is not None:
+        tl.store(turns + pid, 0)
     if pid == 0:
         tl.store(ticket, 0)
+        tl.store(ticket + 1, 0)
 
 
 @triton.jit(do_not_specialize=["sequences", "heads", "len_q", "n_m", "tiles"])
 def finish_kernel(
     sums, turns, dq, odd, dq_strides, cu_q, sequences, heads, len_q, n_m, tiles, scale, D: tl.constexpr,
-    COLS: tl.constexpr, BLOCK_M: tl.constexpr, TURNS: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dQ of one of the tiles of ROWS queries, 0 where nothing was added; and whether it is not finite."""
     pid = tl.program_id(0)
@@ -70,7 +72,7 @@ def finish_kernel(
     row = slot.to(tl.int64) * BLOCK_M + tile * ROWS % BLOCK_M + own
     inside = (i < len_q) & (channels < D)
     # Of a ragged batch there are fewer tiles than programs.
-    added = tl.load(turns + slot * TURNS, mask=tile * ROWS < len_q, other=0) > 0
+    added = tl.load(turns + slot, mask=tile * ROWS < len_q, other=0) > 0
     x = tl.load(sums + row * D + channels, mask=inside & added, other=0.0)
     at = head_at(dq, dq_strides, pair, heads) + (first + i).to(tl.int64) * dq_strides[2] + channels
     tl.store(at, (x * scale).to(dq.dtype.element_ty), mask=inside)

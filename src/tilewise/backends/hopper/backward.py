@@ -1,14 +1,9 @@
 """The backward kernel: dK and dV of a tile of keys stay in registers, tiles of queries stream past, dQ is added up.
 
 A program (one an SM) works on tiles of keys, and for each on the tiles of queries that see them, of all query heads
-of the key head. Scores are transposed: keys are rows, so that P^T and dS^T feed dV and dK as register operands. Two
-consumer warp groups share the work:
-
-- up to 128 columns each owns 64 of 128 keys. dS crosses to the other through shared memory, for dQ, a step later:
-  neither waits for the other;
-- beyond, where dK and dV of 64 keys fill the registers of two, one owns dK and the other dV: ``roles.py``.
-
-What runs beside the consumers:
+of the key head. Scores are transposed: keys are rows, so that P^T and dS^T feed dV and dK as register operands. Each of
+two consumer warp groups owns 64 of 128 keys. dS crosses to the other through shared memory, for dQ, a step later:
+neither waits for the other. What runs beside the consumers:
 
 - the producer warp loads K and V of a tile, and Q, dO, lse and delta of every step;
 - two writer warps add dQ, one of even and one of odd steps, to fp32 sums in global memory, by TMA.
@@ -17,6 +12,10 @@ Sums are repeatable bit for bit: the tiles of keys that a tile of queries sees a
 waits for its turn. Tiles are handed out in this order, and only to programs that run, so whoever has its turn is at
 work. All go through the queries from the last to the first, and start one after the other: there is little to wait for.
 The first stores instead of adding, so nothing needs zeros.
+
+Beyond 128 columns dK and dV of 64 keys fill the registers of both consumers: one owns dK, one dV (``roles.py``). With
+64 keys twice as much is added to dQ for as many products, and adding takes longer than computing S and dP once more:
+there dQ has a kernel of its own, ``queries.py``.
 
 Tiles have a power of two of columns; beyond the head dim TMA fills them with zeros, and stores nothing. Before and
 after run the kernels of ``around.py``. What a mask must hide and is not finite is left to ``careful.py``.
@@ -43,9 +42,6 @@ from .columns import (
     probabilities,
     publish,
     seen,
-    store_keys,
-    take,
-    taken,
     tma_add,
     turn,
     unmasked,
@@ -54,7 +50,6 @@ from .columns import (
 from .gluon import tma_load, tma_store
 from .pipeline import (
     ROWS,
-    Ring,
     Sizes,
     await_empty,
     await_full,
@@ -67,10 +62,13 @@ from .pipeline import (
     release,
     ring,
     staged,
+    store_rows,
+    take,
+    taken,
     tiles,
     wgmma_layout,
 )
-from .roles import owner_of_keys, owner_of_values, writer_of_half
+from .roles import owner_of_keys, owner_of_values
 
 CROSSED = gl.constexpr(8)  # a named barrier of each consumer, for even and for odd steps: the other's dS is there
 
@@ -97,7 +95,6 @@ def producer(
 ):  # fmt: skip
     COLS: gl.constexpr = columns(D, DV)
     COLS_V: gl.constexpr = columns(DV, D)
-    APART: gl.constexpr = BLOCK_N == ROWS  # dO has a buffer and barriers of its own
     it = gl.to_tensor(0)
     done = gl.to_tensor(1)
     t = take(ticket, ids, 0)
@@ -114,17 +111,13 @@ def producer(
                 slot = it % STAGES
                 await_empty(steps, it, STAGES)
                 full = steps.full.index(slot)
-                mbarrier.expect(full, BLOCK_M * (COLS + (0 if APART else COLS_V)) * 2 + 2 * BLOCK_M * 4)
+                mbarrier.expect(full, BLOCK_M * (COLS + COLS_V) * 2 + 2 * BLOCK_M * 4)
                 tma_load(q_desc, [b, h, start[0] + m * BLOCK_M, 0], full, steps.q.index(slot))
                 at = (h * z.n_m + start[2] + m) * (2 * BLOCK_M)
                 tma_load(stats_desc, [at], full, steps.stats.index(slot))
                 if (g == 0) & (x == 0):  # the first Q comes before K is free
                     load_keys(k_desc, v_desc, k, v, b, kv, row, done - 1, BLOCK_N, COLS, COLS_V)
-                if APART:
-                    await_empty(do, it, 1)
-                    fetch(do_desc, b, h, start[0] + m * BLOCK_M, do, 0, BLOCK_M, COLS_V)
-                else:
-                    tma_load(do_desc, [b, h, start[0] + m * BLOCK_M, 0], full, do.data.index(slot))
+                tma_load(do_desc, [b, h, start[0] + m * BLOCK_M, 0], full, do.index(slot))
                 it += 1
         t = take(ticket, ids, done)
         done += 1
@@ -205,7 +198,7 @@ def stage_dq(dq, sums, it, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constex
 
 @gluon.jit
 def step(
-    dk, dv, it, i0, j0, end, open_from, open_to, steps, do_ring, k, v, ds, sums, own, qk_scale, cap, W: gl.constexpr,
+    dk, dv, it, i0, j0, end, open_from, open_to, steps, do_tiles, k, v, ds, sums, own, qk_scale, cap, W: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -222,7 +215,7 @@ def step(
     v_w = v.data.index(zero).reshape([BLOCK_N, D]).slice(W * ROWS, ROWS, dim=0)
     slot = it % STAGES
     q = steps.q.index(slot).reshape([BLOCK_M, D])
-    do = do_ring.data.index(slot).reshape([BLOCK_M, D])
+    do = do_tiles.index(slot).reshape([BLOCK_M, D])
     stats = steps.stats.index(slot)
     crossing = ds.index(it & 1).slice(W * ROWS, ROWS, dim=0)
     dtype: gl.constexpr = q.dtype
@@ -280,8 +273,8 @@ def step(
 
 @gluon.jit
 def consumer(
-    W: gl.constexpr, dk_desc, dv_desc, steps, do, k, v, ds, sums, ids, odd, lengths, ragged, z, n_n, slots, n_tiles,
-    scale, qk_scale, cap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    W: gl.constexpr, dk_desc, dv_desc, steps, do, k, v, ds, sums, ids, odd, lengths, ragged, to_k, to_v, z, n_n, slots,
+    n_tiles, scale, qk_scale, cap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     COLS: gl.constexpr = columns(D, DV)
@@ -316,7 +309,7 @@ def consumer(
                     BLOCK_M, BLOCK_N, STAGES, COLS, LEFT, RIGHT, False,
                 )  # fmt: skip
         row = j0 + W * ROWS
-        store_keys(dv_desc, v_w, stage, dv, b, kv, row, own, start, ragged, ragged[7], ragged[8], ragged[9], DV)
+        store_rows(dv_desc, v_w, stage, dv, b, kv, row, start[1], own.len_k, to_v, DV)
         if total > 0:
             named_barrier("sync", CROSSED + 2 * (it & 1) + W, 256)
             dq = warpgroup_mma_wait(0, deps=[start_dq(ds, k, it, W, BLOCK_M, BLOCK_N, COLS)])
@@ -326,7 +319,7 @@ def consumer(
         if odd is not None:
             gl.store(odd + (kv * slots + start[3] + tile) * 2 + W, (is_odd(dk) | is_odd(dv)).to(gl.int8))
         tma.store_wait(0)
-        store_keys(dk_desc, v_w, stage, dk * scale, b, kv, row, own, start, ragged, ragged[4], ragged[5], ragged[6], D)
+        store_rows(dk_desc, v_w, stage, dk * scale, b, kv, row, start[1], own.len_k, to_k, D)
         t = taken(ids, done, 4)
         tma.store_wait(0)
         release(v, 0)
@@ -350,75 +343,61 @@ def backward_kernel(
 ):  # fmt: skip
     COLS: gl.constexpr = columns(D, DV)
     COLS_V: gl.constexpr = columns(DV, D)
-    ROLES: gl.constexpr = BLOCK_N == ROWS
-    full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     stats = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], stats_desc.layout)
-    steps = Steps(tiles(q_desc, STAGES, BLOCK_M, COLS), stats, full, empty)
+    steps = Steps(tiles(q_desc, STAGES, BLOCK_M, COLS), stats, barriers(STAGES, 1), barriers(STAGES, 2))
+    do = tiles(do_desc, STAGES, BLOCK_M, COLS_V)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
-    ds = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
-    ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 4)
+    crossing = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
     # Without ragged sequences None, and 0.
-    ragged = cu_q, cu_k, items, skew, dk_ptr, dk_h, dk_l, dv_ptr, dv_h, dv_l
+    ragged, to_k, to_v = (cu_q, cu_k, items, skew), (dk_ptr, dk_h, dk_l), (dv_ptr, dv_h, dv_l)
     slots = n_n  # for the tiles of keys of a head: of a ragged batch not all are used
     if items is not None:
         n_n = gl.load(items)
     n_tiles = n_n * pairs
     z = Sizes(heads, group, len_q, len_k, n_m, pairs, section, low, high)
-    if ROLES:
-        do = ring(tiles(do_desc, 1, BLOCK_M, COLS_V), 1, 2)
+    if sum_desc is None:
         k = ring(tiles(k_desc, 1, BLOCK_N, COLS), 1, 1)
         v = ring(tiles(v_desc, 1, BLOCK_N, COLS_V), 1, 1)
-        ps = gl.allocate_shared_memory(q_desc.dtype, [BLOCK_N, BLOCK_M], DS_LAYOUT)
-        sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, ROWS], sum_desc.layout)
+        ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 2)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (
                     owner_of_values,
-                    (dv_desc, steps, do, k, v, ps, ds, sums, ids, odd, lengths, ragged, z, n_n, slots, n_tiles,
-                     qk_scale, cap, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
+                    (dv_desc, steps, do, k, v, crossing, ids, odd, lengths, ragged, to_v, z, n_n, slots, n_tiles,
+                     qk_scale, cap, BLOCK_M, BLOCK_N, STAGES, DV, COLS_V, LEFT, RIGHT),
                 ),
                 (
                     owner_of_keys,
-                    (dk_desc, steps, do, k, v, ps, ds, sums, ids, odd, lengths, ragged, z, n_n, slots, n_tiles, scale,
-                     BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
+                    (dk_desc, steps, do, k, v, crossing, ids, odd, lengths, ragged, to_k, z, n_n, slots, n_tiles,
+                     scale, BLOCK_M, BLOCK_N, STAGES, D, COLS, LEFT, RIGHT),
                 ),
                 (
                     producer,
                     (q_desc, k_desc, v_desc, do_desc, stats_desc, steps, do, k, v, ids, ticket, lengths, ragged, z,
                      n_n, n_tiles, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
                 ),
-                (
-                    writer_of_half,
-                    (0, sum_desc, sums, ids, turns, lengths, ragged, z, n_n, n_tiles, COLS, BLOCK_M, BLOCK_N, LEFT,
-                     RIGHT),
-                ),
-                (
-                    writer_of_half,
-                    (1, sum_desc, sums, ids, turns, lengths, ragged, z, n_n, n_tiles, COLS, BLOCK_M, BLOCK_N, LEFT,
-                     RIGHT),
-                ),
             ],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
+            [4, 1],
+            [240, 24],
         )  # fmt: skip
     else:
-        do = Ring(tiles(do_desc, STAGES, BLOCK_M, COLS_V), full, empty)
         k = ring(tiles(k_desc, 1, BLOCK_N, COLS), 1, 2)
         v = ring(tiles(v_desc, 1, BLOCK_N, COLS_V), 1, 2)
+        ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 4)
         sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, COLS], sum_desc.layout)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (
                     consumer,
-                    (0, dk_desc, dv_desc, steps, do, k, v, ds, sums, ids, odd, lengths, ragged, z, n_n, slots, n_tiles,
-                     scale, qk_scale, cap, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
+                    (0, dk_desc, dv_desc, steps, do, k, v, crossing, sums, ids, odd, lengths, ragged, to_k, to_v,
+                     z, n_n, slots, n_tiles, scale, qk_scale, cap, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
                 ),
                 (
                     consumer,
-                    (1, dk_desc, dv_desc, steps, do, k, v, ds, sums, ids, odd, lengths, ragged, z, n_n, slots, n_tiles,
-                     scale, qk_scale, cap, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
+                    (1, dk_desc, dv_desc, steps, do, k, v, crossing, sums, ids, odd, lengths, ragged, to_k, to_v,
+                     z, n_n, slots, n_tiles, scale, qk_scale, cap, BLOCK_M, BLOCK_N, STAGES, D, DV, LEFT, RIGHT),
                 ),
                 (
                     producer,

@@ -6,13 +6,11 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from ..triton.primitives import quick_tanh
 from . import config
-from .gluon import tma_store
-from .pipeline import ROWS, await_empty, await_full, place, release, rows_layout, sequence, staged
+from .pipeline import ROWS, place, sequence
 
 columns = gluon.constexpr_function(config.columns)
 # Named barriers, each of them two: one of each writer.
@@ -108,24 +106,6 @@ class Steps:
         self.q, self.stats, self.full, self.empty = q, stats, full, empty
 
 
-@gluon.jit
-def take(ticket, ids, done):
-    """The next work item, handed on to the other partitions."""
-    t = gl.atomic_add(ticket, 1)
-    await_empty(ids, done, 2)
-    ids.data.index(done & 1).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(ids.full.index(done & 1), count=1)
-    return t
-
-
-@gluon.jit
-def taken(ids, done, WARPS: gl.constexpr):
-    await_full(ids, done, 2)
-    t = gl.max(ids.data.index(done & 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-    release(ids, done & 1)
-    return t
-
-
 # --- P and gradients ------------------------------------------------------------------------------
 
 
@@ -153,23 +133,6 @@ def probabilities(
     if cap is not None:
         slope = p * (1 - s * s)
     return p, slope
-
-
-@gluon.jit
-def store_keys(desc, view, stage, x, b, kv, j, own, start, ragged, pointer, stride_h, stride_l, D: gl.constexpr):
-    """64 rows of dK or dV, from key j of a sequence on, by way of a stage; view: the stage as TMA takes it."""
-    staged(stage, x.to(stage.dtype))
-    if ragged[2] is None:
-        tma_store(desc, [b, kv, j, 0], view)
-    elif j + ROWS <= own.len_k:
-        tma_store(desc, [0, kv, start[1] + j, 0], view)
-    else:  # TMA would go on, into the next sequence
-        LAYOUT: gl.constexpr = rows_layout(stage.shape[1])
-        row = j + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        channels = gl.arange(0, stage.shape[1], gl.SliceLayout(0, LAYOUT))
-        at = kv * stride_h + (start[1] + row).to(gl.int64) * stride_l
-        inside = (row < own.len_k)[:, None] & (channels < D)[None, :]
-        gl.store(pointer + at[:, None] + channels[None, :], stage.load(LAYOUT), mask=inside)
 
 
 # --- sums in order --------------------------------------------------------------------------------

@@ -72,13 +72,9 @@ class Backward:
     stages: int
 
     @property
-    def turns(self) -> int:
-        """How many counts of turns a tile of queries has: one for each half of dQ where consumers have roles."""
-        return 2 if self.block_n == ROWS else 1
-
-    def sums(self, columns: int) -> tuple[int, int]:
-        """The part of dQ that is added at a time: there 64 columns of one half, of which no more fit."""
-        return self.block_m, 64 if self.block_n == ROWS else columns
+    def sums(self) -> bool:
+        """Whether the kernel for dK and dV adds up dQ. Else that has a kernel of its own."""
+        return self.block_n > ROWS
 
 
 def columns(dim: int, other: int) -> int:

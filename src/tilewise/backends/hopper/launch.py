@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -243,68 +244,129 @@ def own_backward(r: Request) -> bool:
 
 
 def _backward(r: Request, saved: Saved, work: Work) -> tuple[Tensor, ...]:
-    from ..triton.start import Tiled
-    from .around import finish_kernel, prepare_kernel
-    from .backward import backward_kernel
+    from .around import prepare_kernel
 
-    cu_q = None if r.ragged is None else r.ragged.cu_q
-    cfg = config.choose_backward(r.dim, r.dim_v)
-    columns, columns_v = config.columns(r.dim, r.dim_v), config.columns(r.dim_v, r.dim)
+    cfg, tiles = config.choose_backward(r.dim, r.dim_v), Tiles.of(r)
+    given = (planes(r, x) for x in (r.q, r.k, r.v, saved.dout))
+    q, k, v, dout = (aligned(x if describable(x) else x.contiguous()) for x in given)
+    grads = tuple(work.made(torch.empty_like(x)) for x in (r.q, r.k, r.v))
+    out, lse, dlse = planes(r, saved.out), saved.lse, saved.dlse
     keep = kept(r.mask, r.len_q, r.len_k) if r.ragged is None else kept(r.mask, 0, 0)
     assert keep is not None
     low, high, left, right = ends(keep)
     masked = left or right or keep.lengths is not None or r.ragged is not None
-    given = (planes(r, x) for x in (r.q, r.k, r.v, saved.dout))
-    q, k, v, dout = (aligned(x if describable(x) else x.contiguous()) for x in given)
-    made = tuple(work.made(torch.empty_like(x)) for x in (r.q, r.k, r.v))
-    dq, dk, dv = grads = tuple(planes(r, x) for x in made)
-    out, lse, dlse = planes(r, saved.out), saved.lse, saved.dlse
-    tiles = Tiles.of(r, cfg)
-    n_m, n_q, n_n = tiles.of_queries, tiles.of_rows, tiles.of_keys
     pairs, kv_pairs = (n if r.ragged is not None else r.batch * n for n in (r.heads, r.kv_heads))
-    rows = q.shape[2]
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return work.made(torch.empty(shape, dtype=dtype, device=r.device))
 
-    sums, stats = empty(pairs * n_m * cfg.block_m, r.dim), empty(pairs * n_m * 2 * cfg.block_m)
-    turns = empty(pairs * n_m * cfg.turns + 1, dtype=torch.int32)
-    ticket = work.part(turns, pairs * n_m * cfg.turns)
+    n_m = tiles.of_queries
+    stats, ticket = empty(pairs * n_m * 2 * cfg.block_m), empty(2, dtype=torch.int32)
+    turns = empty(pairs * n_m, dtype=torch.int32) if cfg.sums else None
     delta = empty(*lse.shape) if masked else None
-    odd = None
-    if masked:
-        flags = torch.empty(pairs * n_q + kv_pairs * n_n * 2, dtype=torch.int8, device=r.device)
-        odd = work.made(flags, None if r.ragged is None else 0)  # of tiles that are not used nobody says anything
     dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride())[-3:]
+    cu_q, rows = None if r.ragged is None else r.ragged.cu_q, q.shape[2]
     args: tuple[Any, ...] = (
         out, dout, lse, dlse, stats, delta, turns, ticket, out.stride()[:3], dout.stride()[:3], dlse_strides, cu_q,
         r.batch, r.heads, rows, n_m,
     )  # fmt: skip
-    work.launch(
-        prepare_kernel, pairs * n_m, args, DV=r.dim_v, COLS=columns_v, BLOCK_M=cfg.block_m, TURNS=cfg.turns
-    )  # fmt: skip
+    columns_v = config.columns(r.dim_v, r.dim)
+    work.launch(prepare_kernel, pairs * n_m, args, DV=r.dim_v, COLS=columns_v, BLOCK_M=cfg.block_m)
+    odd = None
+    if masked:
+        flags = torch.empty(pairs * tiles.of_rows + kv_pairs * tiles.of_keys * 2, dtype=torch.int8, device=r.device)
+        odd = work.made(flags, None if r.ragged is None else 0)  # of tiles that are not used nobody says anything
     lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
-    section = min(config.section(r.dim, r.len_q, r.group), kv_pairs)
     qk_scale, cap = scales(r)
-    args = (
-        tiled(q, cfg.block_m, columns), tiled(k, cfg.block_n, columns), tiled(v, cfg.block_n, columns_v),
-        tiled(dout, cfg.block_m, columns_v), Tiled(stats, (stats.numel(),), (), (2 * cfg.block_m,)),
-        Tiled(sums, tuple(sums.shape), (r.dim,), cfg.sums(columns)), tiled(dk, config.ROWS, columns),
-        tiled(dv, config.ROWS, columns_v), turns, ticket, None if odd is None else work.part(odd, pairs * n_q),
-        lengths, r.kv_heads, r.group, r.len_q, r.len_k, n_m, n_n, kv_pairs, section, low, high, r.scale,
-        qk_scale * _LOG2E, cap, *_key_items(r, made, cfg.block_n, n_n, work),
-    )  # fmt: skip
-    work.launch(
-        backward_kernel, min(processors(r.device), n_n * kv_pairs), args, D=r.dim, DV=r.dim_v, BLOCK_M=cfg.block_m,
-        BLOCK_N=cfg.block_n, STAGES=cfg.stages, LEFT=left, RIGHT=right,
-    )  # fmt: skip
-    args = sums, turns, dq, odd, dq.stride()[:3], cu_q, r.batch, r.heads, rows, n_m, n_q, r.scale
-    work.launch(
-        finish_kernel, pairs * n_q, args, D=r.dim, COLS=columns, BLOCK_M=cfg.block_m, TURNS=cfg.turns, ROWS=config.ROWS
-    )  # fmt: skip
+    numbers = low, high, r.scale, qk_scale * _LOG2E, cap
+    one = _Backward(r, cfg, tiles, (q, k, v, dout), grads, stats, turns, ticket, odd, lengths, numbers, left, right)
+    one.keys(work, kv_pairs, pairs)
+    if not cfg.sums:
+        one.queries(work, pairs)
     if odd is not None:
-        _careful(r, (q, k, v, dout), lse, delta, grads, odd, (pairs * n_q, n_q, 2 * n_n), cfg.block_n, work)
-    return made
+        _careful(r, (q, k, v, dout), lse, delta, tuple(planes(r, x) for x in grads), odd, pairs, tiles, cfg, work)
+    return grads
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """What the kernels of a backward share."""
+
+    r: Request
+    cfg: config.Backward
+    tiles: Tiles
+    inputs: tuple[Tensor, ...]  # q, k, v, dO: (B, H, L, D)
+    grads: tuple[Tensor, ...]
+    stats: Tensor
+    turns: Tensor | None
+    ticket: Tensor
+    odd: Tensor | None
+    lengths: Tensor | None
+    numbers: tuple[Any, ...]
+    left: bool
+    right: bool
+
+    def tiled(self, x: Tensor, rows: int, values: bool = False) -> Tiled:
+        dims = self.r.dim_v, self.r.dim
+        return tiled(x, rows, config.columns(*(dims if values else dims[::-1])))
+
+    def keys(self, work: Work, kv_pairs: int, pairs: int) -> None:
+        """dK and dV; and dQ, where it is added up beside them."""
+        from ..triton.start import Tiled
+        from .around import finish_kernel
+        from .backward import backward_kernel
+
+        r, cfg, (q, k, v, dout) = self.r, self.cfg, self.inputs
+        dq, dk, dv = (planes(r, x) for x in self.grads)
+        n_m, n_q, n_n = self.tiles
+        columns, rows = config.columns(r.dim, r.dim_v), pairs * n_m * cfg.block_m
+        sums, to = None, None
+        if cfg.sums:
+            sums = work.made(torch.empty(rows, r.dim, dtype=torch.float32, device=r.device))
+            to = Tiled(sums, (rows, r.dim), (r.dim,), (cfg.block_m, columns))
+        odd = None if self.odd is None else work.part(self.odd, pairs * n_q)
+        section = min(config.section(r.dim, r.len_q, r.group), kv_pairs)
+        args: tuple[Any, ...] = (
+            self.tiled(q, cfg.block_m), self.tiled(k, cfg.block_n), self.tiled(v, cfg.block_n, True),
+            self.tiled(dout, cfg.block_m, True), Tiled(self.stats, (self.stats.numel(),), (), (2 * cfg.block_m,)), to,
+            self.tiled(dk, config.ROWS), self.tiled(dv, config.ROWS, True), self.turns, self.ticket, odd, self.lengths,
+            r.kv_heads, r.group, r.len_q, r.len_k, n_m, n_n, kv_pairs, section, *self.numbers,
+            *_key_items(r, self.grads, cfg.block_n, n_n, work),
+        )  # fmt: skip
+        work.launch(
+            backward_kernel, min(processors(r.device), n_n * kv_pairs), args, D=r.dim, DV=r.dim_v,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, STAGES=cfg.stages, LEFT=self.left, RIGHT=self.right,
+        )  # fmt: skip
+        if cfg.sums:
+            cu_q = None if r.ragged is None else r.ragged.cu_q
+            args = (
+                sums, self.turns, dq, self.odd, dq.stride()[:3], cu_q, r.batch, r.heads, q.shape[2], n_m, n_q, r.scale,
+            )  # fmt: skip
+            work.launch(
+                finish_kernel, pairs * n_q, args, D=r.dim, COLS=columns, BLOCK_M=cfg.block_m, ROWS=config.ROWS
+            )  # fmt: skip
+
+    def queries(self, work: Work, pairs: int) -> None:
+        """dQ by a kernel of its own."""
+        from .queries import queries_kernel
+
+        r, (q, k, v, dout), dq = self.r, self.inputs, self.grads[0]
+        most, items = -(-r.len_q // config.BLOCK_M), (None, None, None, 0, None, 0, 0)
+        if r.ragged is not None:
+            cu_q, cu_k, most = r.ragged.cu_q, r.ragged.cu_k, q.shape[2] // config.BLOCK_M + r.batch
+            to = dq, dq.stride(1), dq.stride(0)
+            items = cu_q, cu_k, _items_of(r, cu_q, cu_k, config.BLOCK_M, most, work), int(bool(skewed(r.mask))), *to
+        section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group
+        args = (
+            self.tiled(q, config.ROWS), self.tiled(k, config.ROWS), self.tiled(v, config.ROWS, True),
+            self.tiled(dout, config.ROWS, True), self.tiled(planes(r, dq), config.ROWS), self.stats,
+            work.part(self.ticket, 1), self.odd, self.lengths, r.heads, r.group, r.len_q, r.len_k, most,
+            self.tiles.of_queries, pairs, min(section, pairs), *self.numbers, *items,
+        )  # fmt: skip
+        work.launch(
+            queries_kernel, min(processors(r.device), most * pairs), args, D=r.dim, DV=r.dim_v, STAGES=self.cfg.stages,
+            LEFT=self.left, RIGHT=self.right,
+        )  # fmt: skip
 
 
 class Tiles(NamedTuple):
@@ -315,7 +377,8 @@ class Tiles(NamedTuple):
     of_keys: int
 
     @classmethod
-    def of(cls, r: Request, cfg: config.Backward) -> Tiles:
+    def of(cls, r: Request) -> Tiles:
+        cfg = config.choose_backward(r.dim, r.dim_v)
         blocks = (r.len_q, cfg.block_m), (r.len_q, config.ROWS), (r.len_k, cfg.block_n)
         if r.ragged is None:
             return cls(*(-(-n // block) for n, block in blocks))
@@ -323,16 +386,24 @@ class Tiles(NamedTuple):
         return cls(rows // cfg.block_m + r.batch, rows // config.ROWS + r.batch, keys // cfg.block_n + r.batch)
 
 
+def _items_of(r: Request, cu: Tensor, others: Tensor, tile: int, most: int, work: Work) -> Tensor:
+    """The list of tiles of so many rows of the sequences cu; others: of what they visit."""
+    from .ragged import CHUNK, ROWS, items_kernel
+
+    items = work.made(torch.empty(1 + 2 * most, dtype=torch.int32, device=r.device))
+    args: tuple[Any, ...] = cu, others, items, None, None, None, r.batch, 0, 0, (0, 0)
+    work.launch(items_kernel, r.batch, args, DV=1, BLOCK_DV=1, BLOCK_M=tile, CHUNK=CHUNK, ROWS=ROWS)
+    return items
+
+
 def _key_items(r: Request, grads: tuple[Tensor, ...], tile: int, most: int, work: Work) -> tuple:
-    """What the backward kernel is told of a ragged batch, its list of tiles of so many keys among it."""
+    """What the kernel for dK and dV is told of a ragged batch, its list of tiles of so many keys among it."""
     if r.ragged is None:
         return (None,) * 3 + (0, None, 0, 0, None, 0, 0)
-    from .ragged import CHUNK, ROWS, blank_kernel, items_kernel
+    from .ragged import ROWS, blank_kernel
 
     cu_q, cu_k, (dq, dk, dv) = r.ragged.cu_q, r.ragged.cu_k, grads
-    items = work.made(torch.empty(1 + 2 * most, dtype=torch.int32, device=r.device))
-    args: tuple[Any, ...] = cu_k, cu_q, items, None, None, None, r.batch, 0, 0, (0, 0)
-    work.launch(items_kernel, r.batch, args, DV=1, BLOCK_DV=1, BLOCK_M=tile, CHUNK=CHUNK, ROWS=ROWS)
+    items = _items_of(r, cu_k, cu_q, tile, most, work)
     rows, keys = dq.shape[0], dk.shape[0]
     args = (
         cu_q, cu_k, dq, dk, dv, *(x.stride()[:2] for x in grads), r.batch, rows, keys, r.heads, r.kv_heads,
@@ -347,22 +418,21 @@ def _key_items(r: Request, grads: tuple[Tensor, ...], tile: int, most: int, work
 
 def _careful(
     r: Request, inputs: tuple[Tensor, ...], lse: Tensor, delta: Tensor | None, grads: tuple[Tensor, ...], odd: Tensor,
-    sizes: tuple[int, int, int], block_n: int, work: Work,
+    pairs: int, tiles: Tiles, cfg: config.Backward, work: Work,
 ) -> None:  # fmt: skip
-    """sizes: how many tiles of queries, those of a head, and those of keys of one."""
     from ..triton.launch import Problem
     from .careful import CHUNK, careful_kernel
 
-    p, (total_q, n_q, n_k) = Problem(r), sizes
+    p, n_q, n_k = Problem(r), tiles.of_rows, 2 * tiles.of_keys
     first = 0 if r.ragged is None else 1  # all of a ragged batch is one entry
     strides = ((0,) * first + x.stride()[first:] for x in (*inputs, *grads))
     args = (
         odd, *inputs, lse, delta, *grads, *strides, p.stat_strides(lse), p.cu_q, p.cu_k, r.batch, r.len_q, r.len_k,
-        r.heads, r.group, r.scale, p.qk_scale, p.cap, n_q, n_k, total_q, odd.numel(),
+        r.heads, r.group, r.scale, p.qk_scale, p.cap, n_q, n_k, pairs * n_q, odd.numel(),
     )  # fmt: skip
     work.launch(
         careful_kernel, -(-odd.numel() // CHUNK), args, (p.mask_args,), KEEP=p.mask.keep, REACH_Q=p.mask.reach_q,
         REACH_K=p.mask.reach_k, D=r.dim, DV=r.dim_v, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
         SOFTCAP=r.softcap is not None, WIDE=p.wide(*(x[0].transpose(0, 1) if first else x for x in (*inputs, *grads))),
-        BLOCK_N=block_n, CHUNK=CHUNK, num_stages=1,
+        BLOCK_N=cfg.block_n, CHUNK=CHUNK, num_stages=1,
     )  # fmt: skip
