@@ -217,17 +217,17 @@ def _items(r: Request, o: Output, most: int, tile: int, out_strides: tuple[int, 
 
 
 def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
-    """Launch the backward, which holds sums of dQ in fp32 meanwhile.
+    """Launch the backward, which holds sums of dQ in fp32 meanwhile, up to 128 columns.
 
-    ``triton`` does what this one does not take, and where not all three gradients are asked for only what is. The
-    gradient of sinks, which needs none of the scores, is always its.
+    Where not all three gradients are asked for, ``triton`` computes only what is. The gradient of sinks, which needs
+    none of the scores, is always its.
     """
     from ..triton import gradients
     from ..triton.launch import decided_by, inputs
     from ..triton.repeat import repeated
 
     nothing = r.q.numel() == 0 or r.k.numel() == 0 or 0 in (r.batch, r.len_q, r.len_k)
-    if nothing or not own_backward(r) or not needs >= {"q", "k", "v"}:
+    if nothing or not needs >= {"q", "k", "v"}:
         return gradients.backward(r, saved, needs)
     sinks = gradients.backward(r, saved, frozenset({"sinks"})).sinks if "sinks" in needs else None
     about = decided_by(r)
@@ -236,11 +236,6 @@ def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
         given = (*inputs(r), *saved)
         dq, dk, dv = repeated(about and ("hopper backward", *about), given, r.device, partial(_backward, r, saved))
     return Grads(dq, dk, dv, sinks=sinks)
-
-
-def own_backward(r: Request) -> bool:
-    """Whether there is a backward kernel here for what the forward takes."""
-    return True
 
 
 def _backward(r: Request, saved: Saved, work: Work) -> tuple[Tensor, ...]:
@@ -351,7 +346,8 @@ class _Backward:
         from .queries import queries_kernel
 
         r, (q, k, v, dout), dq = self.r, self.inputs, self.grads[0]
-        most, items = -(-r.len_q // config.BLOCK_M), (None, None, None, 0, None, 0, 0)
+        most = -(-r.len_q // config.BLOCK_M)
+        items: tuple[Any, ...] = (None, None, None, 0, None, 0, 0)
         if r.ragged is not None:
             cu_q, cu_k, most = r.ragged.cu_q, r.ragged.cu_k, q.shape[2] // config.BLOCK_M + r.batch
             to = dq, dq.stride(1), dq.stride(0)
