@@ -374,8 +374,8 @@ MEMORY = ("causal", "documents", "alibi", "shared bias", "own bias")
 
 
 def _sums(c: Repeatable) -> int:
-    """Bytes of what the backward of ``hopper`` makes beside delta: lse and delta in whole tiles; up to D = 128 dQ in fp32
-    and a turn of each tile; two tickets; and a byte for each 64 rows that says whether they are finite.
+    """Bytes of what the backward of ``hopper`` makes beside delta: lse and delta in whole tiles; up to D = 128 dQ in
+    fp32 and a turn of each tile; two tickets; and a byte for each 64 rows that says whether they are finite.
     """
     from tilewise.backends.hopper import config
 

@@ -238,7 +238,7 @@ def test_wide_backward_compiles_to_what_is_fast(dim, dim_v, asked, kernel):
     for found in report(kernel, dim, dim_v, asked):
         if not MEASURED:
             continue
-        assert found["spills"] == [(0, 0)] * 2
+        assert found["spills"] == [[0, 0]] * 2
         assert sorted(found["exponentials"]) == [0 if kernel == "backward" else scores, scores]
         if kernel == "queries":
             assert found["overlapped"] == [0 if "softcap" in EXTRAS.get(asked, ()) else scores] * 2
