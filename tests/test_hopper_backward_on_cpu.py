@@ -49,6 +49,7 @@ def ragged(ends_q, ends_k, rows, keys, dim, given, spoilt=False):
 
 LONG_AND_SHORT = [0, 70, 71, 200], [0, 65, 70, 190], 200, 190
 SOME_EMPTY = [0, 0, 200, 240, 413], [0, 20, 300, 300, 440], 430, 500
+SHORT = [0, 40, 70], [0, 30, 66], 70, 66
 FEW_KEYS = {"mask": masks.key_lengths([40, 3, 65])}
 CASES = {
     "full": scores(64, 64, {}),
@@ -62,9 +63,9 @@ CASES = {
     "256": scores(256, 256, {"mask": LENGTHS & masks.causal("bottom_right")}),
     "ragged": ragged(*LONG_AND_SHORT, 64, {}),
     "ragged 256": ragged(*LONG_AND_SHORT, 256, {}),
-    "ragged spoilt 192": ragged(*SOME_EMPTY, 192, {"mask": masks.causal(), "softcap": 9.0}, spoilt=True),
+    "ragged spoilt 192": ragged(*SHORT, 192, {"mask": masks.causal(), "softcap": 9.0}, spoilt=True),
     "ragged softcap": ragged(*SOME_EMPTY, 96, {"mask": WINDOW & masks.causal("bottom_right"), "softcap": 3.0}),
-    "ragged spoilt": ragged(*SOME_EMPTY, 64, {"mask": masks.causal()}, spoilt=True),
+    "ragged spoilt": ragged(*SHORT, 64, {"mask": masks.causal()}, spoilt=True),
     "ragged lengths": ragged(*LONG_AND_SHORT, 128, FEW_KEYS),
 }
 
