@@ -377,16 +377,17 @@ MEMORY = ("causal", "documents", "alibi", "shared bias", "own bias")
 
 
 def _sums(c: Repeatable) -> int:
-    """Bytes of what the backward of ``hopper`` makes beside delta: dQ in fp32 with lse and delta, in whole tiles; a
-    turn of each tile and a ticket; and a byte for each 64 rows that says whether they are finite.
+    """Bytes of what the backward of ``hopper`` makes beside delta: lse and delta in whole tiles; up to D = 128 dQ in
+    fp32 and a turn of each tile; two tickets; and a byte for each 64 rows that says whether they are finite.
     """
     from tilewise.backends.hopper import config
 
     (b, h, n, d), (_, kv, keys, _) = c.tensors[0].shape, c.tensors[1].shape
-    m = config.choose_backward(d).block_m
+    cfg = config.choose_backward(d, d)
+    m = cfg.block_m
     tiles = b * h * -(-n // m)
-    odd = b * h * -(-n // config.ROWS) + b * kv * -(-keys // config.BLOCK_N) * (config.BLOCK_N // config.ROWS)
-    return 4 * tiles * m * (d + 2) + 4 * (tiles + 1) + odd
+    odd = b * h * -(-n // config.ROWS) + b * kv * -(-keys // cfg.block_n) * 2
+    return 8 * tiles * m + cfg.sums * 4 * tiles * (m * d + 1) + 8 + odd
 
 
 def memory(backend: str, device: Device, case: str, length: int = 4000) -> str:

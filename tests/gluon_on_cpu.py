@@ -1,13 +1,15 @@
-"""The forward kernel of ``hopper`` on a CPU: its Python source, with PyTorch in the place of Gluon.
+"""The kernels of ``hopper`` on a CPU: their Python source, with PyTorch in the place of Gluon.
 
 A thread for each partition. TMA copies and products are done where they are started, barriers count and block as on the
 GPU, named barriers too, and loads and stores must lie inside their tensors. So this shows wrong addresses, masks and
-phases and deadlocks, and nothing of layouts, of what is asynchronous, or of speed.
+phases and deadlocks, and nothing of layouts, of what is asynchronous, or of speed. Under Triton's interpreter the plain
+Triton kernels beside them run too.
 """
 
 import math
 import re
 import threading
+import time
 import traceback
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -135,8 +137,18 @@ class Shared:
 
 
 class Barrier:
+    """Its phase ends once all have arrived, and all bytes that they said would come."""
+
     def __init__(self):
-        self.changed, self.phase, self.count, self.missing = threading.Condition(), 0, 0, 0
+        self.changed, self.phase, self.count, self.missing, self.bytes = threading.Condition(), 0, 0, 0, 0
+
+    def change(self, arrivals, more):
+        with self.changed:
+            self.missing, self.bytes = self.missing - arrivals, self.bytes + more
+            assert min(self.missing, self.bytes) >= 0
+            if self.missing == self.bytes == 0:
+                self.phase, self.missing = self.phase + 1, self.count
+                self.changed.notify_all()
 
 
 class Barriers(list):
@@ -154,22 +166,24 @@ class mbarrier:
 
     @staticmethod
     def expect(b, size):
-        """The copy arrives."""
+        b.change(1, size)
 
     @staticmethod
     def arrive(b, count=1):
-        with b.changed:
-            b.missing -= count
-            assert b.missing >= 0
-            if b.missing == 0:
-                b.phase, b.missing = b.phase + 1, b.count
-                b.changed.notify_all()
+        b.change(count, 0)
 
     @staticmethod
     def wait(b, phase, pred=True):
         with b.changed:
             done = not pred or b.changed.wait_for(lambda: b.phase & 1 != int(phase) & 1, PATIENCE)
         assert done, "deadlock at an mbarrier"
+
+
+here = threading.local()  # program: which runs, of how many; threads: of the partition; named: barriers
+
+
+def named_barrier(op, number, total):
+    here.named(op, int(number), total)
 
 
 class Named:
@@ -181,7 +195,7 @@ class Named:
     def __call__(self, op, number, total):
         with self.changed:
             turn = self.turns.setdefault(number, 0)
-            self.threads[number] = self.threads.get(number, 0) + 128
+            self.threads[number] = self.threads.get(number, 0) + here.threads
             if self.threads[number] == total:
                 self.threads[number], self.turns[number] = 0, turn + 1
                 self.changed.notify_all()
@@ -190,7 +204,7 @@ class Named:
 
 
 class Descriptor:
-    """How TMA sees a (B, H, L, D) tensor."""
+    """How TMA sees a tensor."""
 
     layout = None
 
@@ -207,16 +221,22 @@ class tma:
     @staticmethod
     def load(desc, at, barrier, shared):
         assert shared.shape == desc.block
-        here, there = desc.window(at)
+        inside, there = desc.window(at)
         shared.x.zero_()
-        shared.x[there] = desc.x[here]
-        mbarrier.arrive(barrier)
+        shared.x[there] = desc.x[inside]
+        barrier.change(0, -shared.x.numel() * shared.x.element_size())
 
     @staticmethod
     def store(desc, at, shared):
         assert shared.shape == desc.block
-        here, there = desc.window(at)
-        desc.x[here] = shared.x[there]
+        inside, there = desc.window(at)
+        desc.x[inside] = shared.x[there]
+
+    @staticmethod
+    def add(desc, at, shared):
+        assert shared.shape == desc.block
+        inside, there = desc.window(at)
+        desc.x[inside] += shared.x[there]
 
     @staticmethod
     def store_wait(pending):
@@ -228,11 +248,11 @@ def without_layout(*shape, **how):
 
 
 class gl:
-    """The part of ``gluon.language`` that the kernel uses. ``program`` is the number of the one that runs, of how many."""
+    """The part of ``gluon.language`` that the kernels use."""
 
-    int32, int64, float32, tensor, shared_memory_descriptor = torch.int32, torch.int64, torch.float32, Value, Shared
+    int8, int32, int64, float32, tensor = torch.int8, torch.int32, torch.int64, torch.float32, Value
+    shared_memory_descriptor = Shared
     NVMMADistributedLayout = SliceLayout = DotOperandLayout = BlockedLayout = SwizzledSharedLayout = without_layout
-    program = (0, 1)
     adding = threading.Lock()
 
     def constexpr(x):
@@ -278,6 +298,9 @@ class gl:
         """NaN is passed by, as on the GPU."""
         return Value(torch.where(x.x.isnan(), -math.inf, x.x).amax(axis) if x.x.is_floating_point() else x.x.amax(axis))
 
+    class NVMMASharedLayout:
+        get_default_for = without_layout
+
     def convert_layout(x, layout):
         return x
 
@@ -285,10 +308,10 @@ class gl:
         return Value(x.x[..., 0]), Value(x.x[..., 1])
 
     def program_id(axis):
-        return Value(gl.program[0])
+        return Value(here.program[0])
 
     def num_programs(axis):
-        return gl.program[1]
+        return here.program[1]
 
     def load(pointer, mask=None, other=0.0):
         flat, keep, at = pointer.places(mask)
@@ -311,20 +334,35 @@ class gl:
         return Shared(torch.full(shape, math.nan if dtype.is_floating_point else 0, dtype=dtype))
 
     def warp_specialize(partitions, warps, registers):
-        failed = []
+        named, program = Named(), here.program
 
-        def run(f, args):
-            try:
+        def run(f, args, number):
+            here.named, here.program, here.threads = named, program, 32 * number
+            f(*args)
+
+        beside([(run, (*p, number)) for p, number in zip(partitions, (4, *warps), strict=True)])
+
+
+failed = []  # what threads raised
+
+
+def beside(calls):
+    """All at a time. What one raises is raised here."""
+
+    def run(f, args):
+        try:
+            with torch.no_grad():
                 f(*args)
-            except BaseException:  # said by the thread that started this one
-                failed.append(traceback.format_exc())
+        except BaseException:
+            failed.append(traceback.format_exc())
 
-        threads = [threading.Thread(target=run, args=p) for p in partitions]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        assert not failed, failed[0]
+    threads = [threading.Thread(target=run, args=call) for call in calls]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if failed:
+        raise AssertionError(failed[0])
 
 
 class gluon:
@@ -348,18 +386,26 @@ def quick_tanh(s, factor):
     return 1 - 2 / (1 + gl.exp2(s * factor))
 
 
-def _kernel():
+def seen(at):
+    assert not failed, "another thread did"
+    time.sleep(0.0005)  # others run meanwhile
+    return gl.load(at)
+
+
+def _kernel(*files):
     """The functions of the sources, without their imports."""
     names = {
         "gl": gl, "gluon": gluon, "mbarrier": mbarrier, "tma": tma, "config": config, "quick_tanh": quick_tanh,
         "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait, "aggregate": lambda c: c,
-        "fence_async_shared": lambda: None, "tma_load": tma.load, "tma_store": tma.store,
+        "fence_async_shared": lambda: None, "tma_load": tma.load, "tma_store": tma.store, "builtin": lambda f: f,
     }  # fmt: skip
-    for name in ("pipeline.py", "kernel.py"):
+    for name in files:
         source = (SOURCES / name).read_text()
         source = re.sub(r"^from \S+ import (\((.|\n)*?^\)|.*)$", "", source, flags=re.MULTILINE)
         exec(compile(source, name, "exec"), names)
-    names["hidden_zero"] = lambda: 0
+    # What is in assembly, or of the compiler's own.
+    names |= {"hidden_zero": lambda: 0, "named_barrier": named_barrier, "tma_add": tma.add, "seen": seen}
+    names |= {"fence_proxy": lambda: None, "publish": gl.store}
     return names
 
 
@@ -380,26 +426,40 @@ def list_tiles(kernel, grid, args, **constants):
 
 @contextmanager
 def on_cpu(programs=3):
-    """Within the block ``launch.forward`` runs its own code, and the kernel as this module does."""
+    """Within the block ``launch`` runs its own code, and the kernels as this module does."""
+    from tilewise.backends.hopper.backward import backward_kernel
     from tilewise.backends.hopper.kernel import forward_kernel
+    from tilewise.backends.hopper.queries import queries_kernel
     from tilewise.backends.hopper.ragged import items_kernel
+    from tilewise.backends.triton.config import interpreting
     from tilewise.backends.triton.start import Tiled
 
-    names, counter = _kernel(), torch.zeros(2, dtype=torch.int32)
+    forward = _kernel("pipeline.py", "kernel.py")["forward_kernel"]
+    backward = _kernel("pipeline.py", "columns.py", "roles.py", "backward.py")["backward_kernel"]
+    queries = _kernel("pipeline.py", "columns.py", "kernel.py", "queries.py")["queries_kernel"]
+    counter = torch.zeros(2, dtype=torch.int32)
 
     def given(x):
         return Descriptor(x.x, *x.block) if isinstance(x, Tiled) else Pointer(x) if isinstance(x, torch.Tensor) else x
 
+    def program(kernel, n, grid, args, constants):
+        here.program = n, grid
+        kernel(*map(given, args), **constants)
+
     def run(kernel, grid, args, masks=(), **constants):
-        if kernel is items_kernel:
+        if kernel is forward_kernel:
+            for n in range(grid):  # one after the other
+                program(forward, n, grid, args, constants)
+            assert not counter.any(), "the next launch begins at 0"
+        elif kernel is backward_kernel:  # they wait for each other
+            beside([(program, (backward, n, grid, args, constants)) for n in range(grid)])
+        elif kernel is queries_kernel:
+            beside([(program, (queries, n, grid, args, constants)) for n in range(grid)])
+        elif interpreting():
+            kernel[(grid,)](*args, *masks, **constants)
+        else:
+            assert kernel is items_kernel
             list_tiles(kernel, grid, args, **constants)
-            return
-        assert kernel is forward_kernel
-        for n in range(grid):  # one after the other
-            gl.program = n, grid
-            names["named_barrier"] = Named()
-            names["forward_kernel"](*map(given, args), **constants)
-        assert not counter.any(), "the next launch begins at 0"
 
     with (
         mock.patch.object(launch, "_counter", return_value=counter),

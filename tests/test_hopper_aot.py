@@ -28,25 +28,27 @@ from tilewise import masks  # noqa: E402
 from tilewise.backends.hopper import config, launch  # noqa: E402
 from tilewise.backends.hopper.backward import backward_kernel  # noqa: E402
 from tilewise.backends.hopper.kernel import forward_kernel  # noqa: E402
+from tilewise.backends.hopper.queries import queries_kernel  # noqa: E402
 from tilewise.backends.triton import aot  # noqa: E402
 from tilewise.dispatch import Saved  # noqa: E402
-from tilewise.request import Request  # noqa: E402
+from tilewise.request import Ragged, Request  # noqa: E402
 
 SHARED = 232_448  # bytes that a program may have
 MASKS = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",), "lengths": ("lengths",)}
 MASKS["all"] = ("left", "right", "lengths")
-CASES = [*itertools.product(config.BACKWARD_DIMS, MASKS)]
-FORWARDS = [(d, d, m) for d, m in CASES] + [(256, 256, m) for m in MASKS]
+FORWARDS = [(d, d, m) for d, m in itertools.product((64, 128, 256), MASKS)]
 FORWARDS += [(96, 96, "causal"), (192, 192, "full"), (192, 128, "causal"), (64, 256, "window"), (256, 64, "all")]
 EXTRAS = {"softcap": ("softcap",), "sinks": ("sinks", "right"), "both": ("softcap", "sinks", "left", "right")}
 EXTRAS |= {"ragged": ("ragged",), "packed": ("packed", "right"), "ragged and packed": ("ragged", "packed", "right")}
 EXTRAS |= {"all and both": ("softcap", "sinks", "left", "right", "lengths")}
 FORWARDS += [(d, d, m) for d, m in itertools.product((64, 128, 256), EXTRAS)]
+BACKWARDS = [(d, d, m) for d, m in itertools.product((64, 128), (*MASKS, "softcap", "ragged", "all and both"))]
+BACKWARDS += [(96, 96, "causal"), (64, 96, "ragged and packed")]
+WIDE = [(256, 256, m) for m in ("full", "causal", "window", "softcap", "ragged", "all and both")]
+WIDE += [(192, 128, "causal"), (64, 256, "both"), (192, 192, "ragged and packed")]
 if not MEASURED:
-    CASES, FORWARDS = (
-        [x for x in CASES if x[1] in ("full", "all")],
-        [x for x in FORWARDS if x[2] in ("full", "all and both")],
-    )
+    BACKWARDS, WIDE = ([x for x in cases if x[2] in ("full", "ragged", "all and both")] for cases in (BACKWARDS, WIDE))
+    FORWARDS = [x for x in FORWARDS if x[2] in ("full", "all and both")]
 
 
 def descriptor(dtype: str, *block: int) -> str:
@@ -61,7 +63,7 @@ def compiled(kernel, types: dict[str, str], constants: dict[str, object]) -> "tr
     """The kernel with pointers that are aligned, and what is neither a type nor a constant an int."""
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if n in ("lse", "top", "turns") or n.endswith("_ptr")]
+    aligned = [i for i, n in enumerate(names) if n in ("lse", "top", "turns", "stats") or n.endswith("_ptr")]
     source = GluonASTSource(
         kernel, signature, {(names.index(n),): x for n, x in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned if names[i] in types},
@@ -97,20 +99,43 @@ def compile_forward(
     return compiled(forward_kernel, types, constants)
 
 
-def compile_backward(dim: int, masked: tuple[str, ...], dtype: str) -> "triton.compiler.CompiledKernel":
+def compile_backward(dim: int, dim_v: int, asked: tuple[str, ...], dtype: str) -> "triton.compiler.CompiledKernel":
     """The kernel for dK, dV and the sums of dQ that ``launch.backward`` launches for a request."""
-    cfg = config.choose_backward(dim)
-    m, n = cfg.block_m, config.BLOCK_N
-    rows = {"q_desc": m, "k_desc": n, "v_desc": n, "do_desc": m, "dk_desc": config.ROWS, "dv_desc": config.ROWS}
-    types = {name: descriptor(dtype, 1, 1, n, dim) for name, n in rows.items()}
-    types |= {"stats_desc": descriptor("fp32", 2 * m), "sum_desc": descriptor("fp32", m, dim)}
-    types |= {"turns": "*i32", "ticket": "*i32", "scale": "fp32", "qk_scale": "fp32"}
-    types |= {"odd": "*i8"} if masked else {}
-    types |= {"lengths": "*i64"} if "lengths" in masked else {}
-    constants = {"D": dim, "BLOCK_M": m, "STAGES": cfg.stages}
-    constants |= {"LEFT": "left" in masked, "RIGHT": "right" in masked}
-    constants |= {x: None for x in ("odd", "lengths") if x not in types}
+    cfg, ragged = config.choose_backward(dim, dim_v), "ragged" in asked
+    m, n, d, dv = cfg.block_m, cfg.block_n, config.columns(dim, dim_v), config.columns(dim_v, dim)
+    blocks = {"q_desc": (m, d), "k_desc": (n, d), "v_desc": (n, dv), "do_desc": (m, dv)}
+    blocks |= {"dk_desc": (config.ROWS, d), "dv_desc": (config.ROWS, dv)}
+    types = {name: descriptor(dtype, 1, 1, *block) for name, block in blocks.items()}
+    types |= {"stats_desc": descriptor("fp32", 2 * m), "ticket": "*i32", "scale": "fp32", "qk_scale": "fp32"}
+    types |= {"sum_desc": descriptor("fp32", m, d), "turns": "*i32"} if cfg.sums else {}
+    types |= {"odd": "*i8"} if {"left", "right", "lengths", "ragged"} & set(asked) else {}
+    types |= {"lengths": "*i64"} if "lengths" in asked else {}
+    types |= {"cap": "fp32"} if "softcap" in asked else {}
+    lists = {"cu_q": "*i32", "cu_k": "*i32", "items": "*i32", "skew": "i32"}
+    lists |= {f"d{x}_ptr": f"*{dtype}" for x in "kv"}
+    types |= {f"d{x}_{s}": "i64" for x in "kv" for s in "hl"} | (lists if ragged else {})
+    constants = {"D": dim, "DV": dim_v, "BLOCK_M": m, "BLOCK_N": n, "STAGES": cfg.stages}
+    constants |= {"LEFT": "left" in asked, "RIGHT": "right" in asked}
+    optional = "odd", "lengths", "cap", "sum_desc", "turns", *lists
+    constants |= {x: None for x in optional if x not in types}
     return compiled(backward_kernel, types, constants)
+
+
+def compile_queries(dim: int, dim_v: int, asked: tuple[str, ...], dtype: str) -> "triton.compiler.CompiledKernel":
+    """The kernel for dQ where it has one."""
+    m, d, dv = config.ROWS, config.columns(dim, dim_v), config.columns(dim_v, dim)
+    types = {f"{x}_desc": descriptor(dtype, 1, 1, m, d) for x in ("q", "k", "dq")}
+    types |= {f"{x}_desc": descriptor(dtype, 1, 1, m, dv) for x in ("do", "v")}
+    types |= {"stats": "*fp32", "ticket": "*i32", "scale": "fp32", "qk_scale": "fp32", "dq_h": "i64", "dq_l": "i64"}
+    types |= {"odd": "*i8"} if {"left", "right", "lengths", "ragged"} & set(asked) else {}
+    types |= {"lengths": "*i64"} if "lengths" in asked else {}
+    types |= {"cap": "fp32"} if "softcap" in asked else {}
+    lists = {"cu_q": "*i32", "cu_k": "*i32", "items": "*i32", "skew": "i32", "dq_ptr": f"*{dtype}"}
+    types |= lists if "ragged" in asked else {}
+    constants = {"D": dim, "DV": dim_v, "STAGES": config.choose_backward(dim, dim_v).stages}
+    constants |= {"LEFT": "left" in asked, "RIGHT": "right" in asked}
+    constants |= {x: None for x in ("odd", "lengths", "cap", *lists) if x not in types}
+    return compiled(queries_kernel, types, constants)
 
 
 # --- reading the code -----------------------------------------------------------------------------
@@ -144,10 +169,12 @@ def count(pattern: str, lines: list[str]) -> int:
 
 
 def overlapped(loop: list[str]) -> int:
-    """Exponentials after the scores are there and before P V is waited for."""
+    """Exponentials after the scores are there and before the product that was started beside them is waited for."""
     waits = [n for n, x in enumerate(loop) if "WARPGROUP.DEPBAR" in x]
-    assert [loop[n].split()[-1] for n in waits] == ["0x1", "0x0"]
-    return count("MUFU.EX2", loop[waits[0] : waits[1]])
+    first = [n for n in waits if loop[n].split()[-1] == "0x1"]
+    if not first:  # none was started
+        return 0
+    return count("MUFU.EX2", loop[first[0] : min(n for n in waits if n > first[0])])
 
 
 def report(direction: str, dim: int, dim_v: int, asked: str) -> list[dict]:
@@ -188,50 +215,80 @@ def test_compiles_to_what_is_fast(dim, dim_v, asked):
         assert found["overlapped"] == [expected] * 2, "those of a block of P and its tanh, and of two rows' maxima"
 
 
-@pytest.mark.parametrize(("dim", "asked"), CASES)
-def test_backward_compiles_to_what_is_fast(dim, asked):
+@pytest.mark.parametrize(("dim", "dim_v", "asked"), BACKWARDS)
+def test_backward_compiles_to_what_is_fast(dim, dim_v, asked):
     """The same. Of 240 registers none is left over: a few addresses that do not change are read back in the loops."""
-    for found in report("backward", dim, dim, asked):
+    scores = config.choose_backward(dim, dim_v).block_m // 2
+    capped = "softcap" in EXTRAS.get(asked, ())
+    for found in report("backward", dim, dim_v, asked):
         assert found["UTMAREDG"] > 0
         if not MEASURED:
             continue
         assert max(loads for loads, _ in found["spills"]) <= 8
         assert max(stores for _, stores in found["spills"]) <= 2
-        assert found["exponentials"] == [config.choose_backward(dim).block_m // 2] * 2
+        assert found["exponentials"] == [(1 + capped) * scores] * 2
+
+
+@pytest.mark.parametrize("kernel", ["backward", "queries"])
+@pytest.mark.parametrize(("dim", "dim_v", "asked"), WIDE)
+def test_wide_backward_compiles_to_what_is_fast(dim, dim_v, asked, kernel):
+    """The same, and all is in registers. dK and dV: the owner of dV has all exponentials. dQ: its loops take them before
+    dP is waited for."""
+    scores = (1 + ("softcap" in EXTRAS.get(asked, ()))) * config.ROWS // 2
+    for found in report(kernel, dim, dim_v, asked):
+        if not MEASURED:
+            continue
+        assert found["spills"] == [[0, 0]] * 2
+        assert sorted(found["exponentials"]) == [0 if kernel == "backward" else scores, scores]
+        if kernel == "queries":
+            assert found["overlapped"] == [0 if "softcap" in EXTRAS.get(asked, ()) else scores] * 2
 
 
 @pytest.mark.skipif(not MEASURED, reason="they are plain Triton")
-@pytest.mark.parametrize("dim", config.BACKWARD_DIMS)
+@pytest.mark.parametrize("dim", config.HEAD_DIMS)
 def test_the_kernels_around_the_backward(dim, monkeypatch):
     """Before and after it: they read and write, and do it again where there is a mask and something is not finite."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    from tilewise.backends.hopper import backward
     from tilewise.backends.triton.repeat import Work
 
+    own_dq = not config.choose_backward(dim, dim).sums
+
     class Around(Work):
-        """Leaves the kernel itself out."""
+        """Leaves the kernels themselves out."""
 
         left_out = 0
 
         def launch(self, kernel, *args, **options):
-            if kernel is backward.backward_kernel:
+            if kernel in (backward_kernel, queries_kernel):
                 self.left_out += 1
             else:
                 super().launch(kernel, *args, **options)
 
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
-    for mask, names in ((None, ["prepare", "finish"]), (masks.causal(), ["prepare", "finish", "careful"])):
-        q, k, lse = empty(2, 4, 300, dim), empty(2, 2, 400, dim), empty(2, 4, 300, dtype=torch.float32)
-        r = Request(q=q, k=k, v=k, scale=0.1, mask=mask)
+    def compiles_to(names, r, lse):
         work = Around()
         with aot.recorded("sm_90") as made:
-            launch._backward(r, Saved(q, lse, q, lse, None), work)
-        assert work.left_out == 1
+            launch._backward(r, Saved(r.q, lse, r.q, lse, None), work)
+        assert work.left_out == 1 + own_dq
         assert [x.name.removesuffix("_kernel") for x in made] == names
-        assert all(x.resources()["STACK"] == 0 for x in made[:2])
+        assert all(x.resources()["STACK"] == 0 for x in made if x.name != "careful_kernel")
+
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    finish = [] if own_dq else ["finish"]
+    for mask, names in ((None, ["prepare", *finish]), (masks.causal(), ["prepare", *finish, "careful"])):
+        q, k, lse = empty(2, 4, 300, dim), empty(2, 2, 400, dim), empty(2, 4, 300, dtype=torch.float32)
+        compiles_to(names, Request(q=q, k=k, v=k, scale=0.1, mask=mask), lse)
+    q, k, lse, cu = (
+        empty(600, 4, dim),
+        empty(800, 2, dim),
+        empty(4, 600, dtype=torch.float32),
+        empty(3, dtype=torch.int32),
+    )
+    ragged = Request(q=q, k=k, v=k, scale=0.1, softcap=9.0, ragged=Ragged(cu, cu, 300, 400))
+    last = ["items", "careful"] if own_dq else ["finish", "careful"]
+    compiles_to(["prepare", "items", "blank", *last], ragged, lse)
 
 
 def main(direction: str, dim: int, dim_v: int, asked: str) -> None:
@@ -239,14 +296,15 @@ def main(direction: str, dim: int, dim_v: int, asked: str) -> None:
         if direction == "forward":
             kernel = compile_forward(dim, dim_v, (MASKS | EXTRAS)[asked], dtype, top)
         else:
-            kernel = compile_backward(dim, MASKS[asked], dtype)
+            compile_it = compile_backward if direction == "backward" else compile_queries
+            kernel = compile_it(dim, dim_v, (MASKS | EXTRAS)[asked], dtype)
         code = sass(kernel)
         fast, lines = fast_loops(code), [x for _, x in code]
         found = {name: count(name, lines) for name in ("UTMALDG", "UTMAREDG", "HGMMA", "HMMA")}
         found |= {"shared": kernel.metadata.shared, "fast": len(fast)}
         found |= {"spills": [(count("LDL", x), count("STL", x)) for x in fast]}
         found |= {"exponentials": [count("MUFU.EX2", x) for x in fast]}
-        found |= {"overlapped": [overlapped(x) for x in fast]} if direction == "forward" else {}
+        found |= {"overlapped": [overlapped(x) for x in fast]} if direction != "backward" else {}
         print("KERNEL " + json.dumps(found), flush=True)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise import AuxRequest, attention, masks
+from tilewise import AuxRequest, attention, attention_varlen, masks
 from tilewise.backends import hopper
 from tilewise.testing.judge import judge
 from tilewise.testing.problems import Call, Problem, plain, qkv
@@ -152,13 +152,30 @@ def everything(mask, q, k, v, dout):
     return [out, aux.lse, *torch.autograd.grad([out, aux.lse], [q, k, v], given)]
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_the_same_bits(mask, dim):
     given = tensors(dim)
     first = everything(mask, *given)
     for _ in range(29):
         for x, y in zip(everything(mask, *given), first, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_same_bits_of_ragged_sequences(dim):
+    """Many tiles of keys of some sequences, and a softcap."""
+    q, k, v, dout = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in tensors(dim, 3000))
+    cu = torch.tensor([0, 2500, 2500, 2600, 5800, 5999], device=GPU, dtype=torch.int32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def gradients():
+        out = attention_varlen(*leaves, cu, cu, 3200, 3200, masks.causal(), softcap=20.0, backend="hopper")
+        return torch.autograd.grad(out, leaves, dout)
+
+    first = gradients()
+    for _ in range(29):
+        for x, y in zip(gradients(), first, strict=True):
             assert torch.equal(x, y)
 
 

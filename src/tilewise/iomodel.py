@@ -219,8 +219,8 @@ def machine_for(r: Request) -> Machine:
         forward, backward = ((c.block_m, c.block_n) for c in map(problem.config, (config.FORWARD, config.DKDV)))
         if name == "hopper":
             forward = hopper.config.BLOCK_M, hopper.config.choose(r.dim, r.dim_v, r.mask is not None, False).block_n
-            if hopper.launch.own_backward(r):
-                backward = hopper.config.choose_backward(r.dim).block_m, hopper.config.BLOCK_N
+            cfg = hopper.config.choose_backward(r.dim, r.dim_v)
+            backward = cfg.block_m, cfg.block_n
         return Machine(forward, backward, cache_bytes(r.device))
     longest = Sequence(slice(0, r.batch), slice(0, r.len_q), slice(0, r.len_k), r.ragged is not None)
     tiled = dispatch.get("tiled")

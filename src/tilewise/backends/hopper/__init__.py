@@ -1,10 +1,9 @@
 """The backend ``hopper``: forward and backward as warp-specialised kernels in Gluon, for the H100 and the H200.
 
 It takes what fills those GPUs: bf16 and fp16, head dims from 64 to 256, full attention, bands and key lengths, softcap,
-sinks and ragged sequences. The backward is its own for head dims 64 and 128, those of the values the same, without a
-softcap and ragged sequences, and where all of dQ, dK and dV are asked for; else it is that of ``triton``. Gluon is an
-experimental language of Triton, and its compiler decides whether a kernel is fast: a version of Triton counts as known
-once the kernels were measured with it.
+sinks and ragged sequences. The backward is its own where all of dQ, dK and dV are asked for; else it is that of
+``triton``. Gluon is an experimental language of Triton, and its compiler decides whether a kernel is fast: a version of
+Triton counts as known once the kernels were measured with it.
 
 This module imports without Triton; the kernels are imported when the first request runs.
 """

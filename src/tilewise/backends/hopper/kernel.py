@@ -30,25 +30,29 @@ from ..triton.primitives import quick_tanh
 from . import config
 from .gluon import tma_store
 from .pipeline import (
+    ROWS,
     Sizes,
     await_empty,
     await_full,
     fetch,
+    halves,
     hidden_zero,
     is_odd,
     matrix,
     named_barrier,
     padded,
     place,
+    plane,
     release,
     ring,
+    rows_layout,
+    sequence,
     staged,
     stored,
     tiles,
     wgmma_layout,
 )
 
-ROWS = gl.constexpr(config.ROWS)
 BLOCK_M = gl.constexpr(config.BLOCK_M)
 LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
@@ -82,22 +86,6 @@ def span(r0, r1, end, low, high, BLOCK: gl.constexpr, LEFT: gl.constexpr, RIGHT:
 
 
 @gluon.jit
-def sequence(b, z, ragged):
-    """Sequence b of a ragged batch: its first query and key, and ``Sizes`` with its lengths and its diagonal."""
-    if ragged[2] is None:
-        return 0, 0, z
-    else:
-        cu_q, cu_k, skew = ragged[0], ragged[1], ragged[3]
-        first_q, first_k = gl.load(cu_q + b), gl.load(cu_k + b)
-        len_q, len_k = gl.load(cu_q + b + 1) - first_q, gl.load(cu_k + b + 1) - first_k
-        down = skew * (len_k - len_q)
-        own = Sizes(
-            z.heads, z.group, len_q, len_k, z.n_m, z.pairs, z.section, z.low + down, z.high + down
-        )  # fmt: skip
-        return first_q, first_k, own
-
-
-@gluon.jit
 def work(t, z, lengths, ragged, HEADS: gl.constexpr, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Work item t as (first row, batch entry, head, end of the keys, and its ``span``)."""
     m, pair = place(t, z.n_m, z.pairs, z.section, RIGHT or ragged[2] is not None)
@@ -115,15 +103,6 @@ def work(t, z, lengths, ragged, HEADS: gl.constexpr, BLOCK_N: gl.constexpr, LEFT
         end = max(min(gl.load(lengths + b).to(gl.int32), end), 0)
     last, right, full, n = span(row, min(row + ROWS_, own.len_q) - 1, end, own.low, own.high, BLOCK_N, LEFT, RIGHT)
     return row, b, h, end, last, right, full, n
-
-
-@gluon.jit
-def plane(b, ragged):
-    """Batch entry b as TMA counts: a ragged batch is one."""
-    if ragged[2] is None:
-        return b
-    else:
-        return 0
 
 
 # --- turns --------------------------------------------------------------------------------------
@@ -320,21 +299,6 @@ def load_sink(sinks, h, LAYOUT: gl.constexpr, HEADS: gl.constexpr):
     """The sinks of the heads of a tile, for each of its rows, in the unit of maxima."""
     head, _query = rows_of(LAYOUT, HEADS)
     return gl.load(sinks + h * HEADS + head).to(gl.float32) / LN2
-
-
-@gluon.constexpr_function
-def rows_layout(columns):
-    """Of rows as they lie in memory: 16 bytes a thread."""
-    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
-
-
-@gluon.jit
-def halves(x):
-    """The left and the right half of the columns of a tile in the registers of a warp group: none move."""
-    N: gl.constexpr = x.shape[1] // 2
-    a, b = gl.split(x.reshape([ROWS, 2, N]).permute((0, 2, 1)))
-    LAYOUT: gl.constexpr = wgmma_layout(N)
-    return gl.convert_layout(a, LAYOUT), gl.convert_layout(b, LAYOUT)
 
 
 @gluon.jit

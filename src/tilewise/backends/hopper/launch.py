@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -156,6 +157,11 @@ def forward(r: Request) -> Output:
     return Output(*made)  # type: ignore[arg-type]
 
 
+def scales(r: Request) -> tuple[float, float | None]:
+    """What scores are multiplied by; under a softcap these are a tanh, and the second what q k^T is within it."""
+    return (r.scale, None) if r.softcap is None else (r.softcap, 2 * _LOG2E * r.scale / r.softcap)
+
+
 def _forward(r: Request, counter: Tensor | None, work: Work) -> Output:
     from .kernel import forward_kernel
 
@@ -176,7 +182,7 @@ def _forward(r: Request, counter: Tensor | None, work: Work) -> Output:
     else:
         tiles, pairs = r.q.shape[0] // rows + r.batch, r.heads // heads  # at most
     section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group // heads
-    qk_scale, cap = (r.scale, None) if r.softcap is None else (r.softcap, 2 * _LOG2E * r.scale / r.softcap)
+    qk_scale, cap = scales(r)
     lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
     sinks = None if r.sinks is None else r.sinks.contiguous()
     q, k, v = (aligned(planes(r, x)) for x in (r.q, r.k, r.v))
@@ -211,16 +217,17 @@ def _items(r: Request, o: Output, most: int, tile: int, out_strides: tuple[int, 
 
 
 def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
-    """Launch the backward, which holds sums of dQ in fp32 meanwhile.
+    """Launch the backward, which holds sums of dQ in fp32 meanwhile, up to 128 columns.
 
-    ``triton`` does what this one does not take, and where not all three gradients are asked for only what is. The
-    gradient of sinks, which needs none of the scores, is always its.
+    Where not all three gradients are asked for, ``triton`` computes only what is. The gradient of sinks, which needs
+    none of the scores, is always its.
     """
     from ..triton import gradients
     from ..triton.launch import decided_by, inputs
     from ..triton.repeat import repeated
 
-    if not own_backward(r) or not needs >= {"q", "k", "v"} or r.q.numel() == 0 or r.k.numel() == 0:
+    nothing = r.q.numel() == 0 or r.k.numel() == 0 or 0 in (r.batch, r.len_q, r.len_k)
+    if nothing or not needs >= {"q", "k", "v"}:
         return gradients.backward(r, saved, needs)
     sinks = gradients.backward(r, saved, frozenset({"sinks"})).sinks if "sinks" in needs else None
     about = decided_by(r)
@@ -231,71 +238,197 @@ def backward(r: Request, saved: Saved, needs: frozenset[str]) -> Grads:
     return Grads(dq, dk, dv, sinks=sinks)
 
 
-def own_backward(r: Request) -> bool:
-    """Whether there is a backward kernel here for what the forward takes. Sinks are in its lse."""
-    return r.dim == r.dim_v and r.dim in config.BACKWARD_DIMS and r.softcap is None and r.ragged is None
-
-
 def _backward(r: Request, saved: Saved, work: Work) -> tuple[Tensor, ...]:
-    from ..triton.start import Tiled
-    from .backward import backward_kernel, finish_kernel, prepare_kernel
+    from .around import prepare_kernel
 
-    keep, cfg = kept(r.mask, r.len_q, r.len_k), config.choose_backward(r.dim)
+    cfg, tiles = config.choose_backward(r.dim, r.dim_v), Tiles.of(r)
+    given = (planes(r, x) for x in (r.q, r.k, r.v, saved.dout))
+    q, k, v, dout = (aligned(x if describable(x) else x.contiguous()) for x in given)
+    grads = tuple(work.made(torch.empty_like(x)) for x in (r.q, r.k, r.v))
+    out, lse, dlse = planes(r, saved.out), saved.lse, saved.dlse
+    keep = kept(r.mask, r.len_q, r.len_k) if r.ragged is None else kept(r.mask, 0, 0)
     assert keep is not None
     low, high, left, right = ends(keep)
-    masked = left or right or keep.lengths is not None
-    q, k, v, dout = (aligned(x if describable(x) else x.contiguous()) for x in (r.q, r.k, r.v, saved.dout))
-    dq, dk, dv = (work.made(torch.empty_like(x)) for x in (q, k, v))
-    out, lse, dlse = saved.out, saved.lse, saved.dlse
-    pairs, kv_pairs = r.batch * r.heads, r.batch * r.kv_heads
-    n_m, n_q, n_n = -(-r.len_q // cfg.block_m), -(-r.len_q // config.ROWS), -(-r.len_k // config.BLOCK_N)
+    masked = left or right or keep.lengths is not None or r.ragged is not None
+    pairs, kv_pairs = (n if r.ragged is not None else r.batch * n for n in (r.heads, r.kv_heads))
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return work.made(torch.empty(shape, dtype=dtype, device=r.device))
 
-    sums, stats = empty(pairs * n_m * cfg.block_m, r.dim), empty(pairs * n_m * 2 * cfg.block_m)
-    turns = empty(pairs * n_m + 1, dtype=torch.int32)
-    ticket = work.part(turns, pairs * n_m)
-    delta = empty(pairs * r.len_q) if masked else None
-    odd = empty(pairs * n_q + kv_pairs * n_n * 2, dtype=torch.int8) if masked else None
+    n_m = tiles.of_queries
+    stats, ticket = empty(pairs * n_m * 2 * cfg.block_m), empty(2, dtype=torch.int32)
+    turns = empty(pairs * n_m, dtype=torch.int32) if cfg.sums else None
+    delta = empty(*lse.shape) if masked else None
+    dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride())[-3:]
+    cu_q, rows = None if r.ragged is None else r.ragged.cu_q, q.shape[2]
     args: tuple[Any, ...] = (
-        out, dout, lse, dlse, stats, delta, turns, ticket, out.stride()[:3], dout.stride()[:3],
-        (0, 0, 0) if dlse is None else dlse.stride(), r.heads, r.len_q, n_m,
+        out, dout, lse, dlse, stats, delta, turns, ticket, out.stride()[:3], dout.stride()[:3], dlse_strides, cu_q,
+        r.batch, r.heads, rows, n_m,
     )  # fmt: skip
-    work.launch(prepare_kernel, pairs * n_m, args, D=r.dim, BLOCK_M=cfg.block_m)
+    columns_v = config.columns(r.dim_v, r.dim)
+    work.launch(prepare_kernel, pairs * n_m, args, DV=r.dim_v, COLS=columns_v, BLOCK_M=cfg.block_m)
+    odd = None
+    if masked:
+        flags = torch.empty(pairs * tiles.of_rows + kv_pairs * tiles.of_keys * 2, dtype=torch.int8, device=r.device)
+        odd = work.made(flags, None if r.ragged is None else 0)  # of tiles that are not used nobody says anything
     lengths = None if keep.lengths is None else keep.lengths.to(r.device).contiguous()
-    section = config.section(r.dim, r.len_q, r.group)
+    qk_scale, cap = scales(r)
+    numbers = low, high, r.scale, qk_scale * _LOG2E, cap
+    one = _Backward(r, cfg, tiles, (q, k, v, dout), grads, stats, turns, ticket, odd, lengths, numbers, left, right)
+    one.keys(work, kv_pairs, pairs)
+    if not cfg.sums:
+        one.queries(work, pairs)
+    if odd is not None:
+        _careful(r, (q, k, v, dout), lse, delta, tuple(planes(r, x) for x in grads), odd, pairs, tiles, cfg, work)
+    return grads
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """What the kernels of a backward share."""
+
+    r: Request
+    cfg: config.Backward
+    tiles: Tiles
+    inputs: tuple[Tensor, ...]  # q, k, v, dO: (B, H, L, D)
+    grads: tuple[Tensor, ...]
+    stats: Tensor
+    turns: Tensor | None
+    ticket: Tensor
+    odd: Tensor | None
+    lengths: Tensor | None
+    numbers: tuple[Any, ...]
+    left: bool
+    right: bool
+
+    def tiled(self, x: Tensor, rows: int, values: bool = False) -> Tiled:
+        dims = self.r.dim_v, self.r.dim
+        return tiled(x, rows, config.columns(*(dims if values else dims[::-1])))
+
+    def keys(self, work: Work, kv_pairs: int, pairs: int) -> None:
+        """dK and dV; and dQ, where it is added up beside them."""
+        from ..triton.start import Tiled
+        from .around import finish_kernel
+        from .backward import backward_kernel
+
+        r, cfg, (q, k, v, dout) = self.r, self.cfg, self.inputs
+        dq, dk, dv = (planes(r, x) for x in self.grads)
+        n_m, n_q, n_n = self.tiles
+        columns, rows = config.columns(r.dim, r.dim_v), pairs * n_m * cfg.block_m
+        sums, to = None, None
+        if cfg.sums:
+            sums = work.made(torch.empty(rows, r.dim, dtype=torch.float32, device=r.device))
+            to = Tiled(sums, (rows, r.dim), (r.dim,), (cfg.block_m, columns))
+        odd = None if self.odd is None else work.part(self.odd, pairs * n_q)
+        section = min(config.section(r.dim, r.len_q, r.group), kv_pairs)
+        args: tuple[Any, ...] = (
+            self.tiled(q, cfg.block_m), self.tiled(k, cfg.block_n), self.tiled(v, cfg.block_n, True),
+            self.tiled(dout, cfg.block_m, True), Tiled(self.stats, (self.stats.numel(),), (), (2 * cfg.block_m,)), to,
+            self.tiled(dk, config.ROWS), self.tiled(dv, config.ROWS, True), self.turns, self.ticket, odd, self.lengths,
+            r.kv_heads, r.group, r.len_q, r.len_k, n_m, n_n, kv_pairs, section, *self.numbers,
+            *_key_items(r, self.grads, cfg.block_n, n_n, work),
+        )  # fmt: skip
+        work.launch(
+            backward_kernel, min(processors(r.device), n_n * kv_pairs), args, D=r.dim, DV=r.dim_v,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, STAGES=cfg.stages, LEFT=self.left, RIGHT=self.right,
+        )  # fmt: skip
+        if cfg.sums:
+            cu_q = None if r.ragged is None else r.ragged.cu_q
+            args = (
+                sums, self.turns, dq, self.odd, dq.stride()[:3], cu_q, r.batch, r.heads, q.shape[2], n_m, n_q, r.scale,
+            )  # fmt: skip
+            work.launch(
+                finish_kernel, pairs * n_q, args, D=r.dim, COLS=columns, BLOCK_M=cfg.block_m, ROWS=config.ROWS
+            )  # fmt: skip
+
+    def queries(self, work: Work, pairs: int) -> None:
+        """dQ by a kernel of its own."""
+        from .queries import queries_kernel
+
+        r, (q, k, v, dout), dq = self.r, self.inputs, self.grads[0]
+        most = -(-r.len_q // config.BLOCK_M)
+        items: tuple[Any, ...] = (None, None, None, 0, None, 0, 0)
+        if r.ragged is not None:
+            cu_q, cu_k, most = r.ragged.cu_q, r.ragged.cu_k, q.shape[2] // config.BLOCK_M + r.batch
+            to = dq, dq.stride(1), dq.stride(0)
+            items = cu_q, cu_k, _items_of(r, cu_q, cu_k, config.BLOCK_M, most, work), int(bool(skewed(r.mask))), *to
+        section = max(1, config.L2_BYTES // (2 * r.len_k * (r.dim + r.dim_v))) * r.group
+        args = (
+            self.tiled(q, config.ROWS), self.tiled(k, config.ROWS), self.tiled(v, config.ROWS, True),
+            self.tiled(dout, config.ROWS, True), self.tiled(planes(r, dq), config.ROWS), self.stats,
+            work.part(self.ticket, 1), self.odd, self.lengths, r.heads, r.group, r.len_q, r.len_k, most,
+            self.tiles.of_queries, pairs, min(section, pairs), *self.numbers, *items,
+        )  # fmt: skip
+        work.launch(
+            queries_kernel, min(processors(r.device), most * pairs), args, D=r.dim, DV=r.dim_v, STAGES=self.cfg.stages,
+            LEFT=self.left, RIGHT=self.right,
+        )  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """How many tiles there is room for in each head of a batch entry, or of all of a ragged batch."""
+
+    of_queries: int
+    of_rows: int  # of queries, 64 each
+    of_keys: int
+
+    @classmethod
+    def of(cls, r: Request) -> Tiles:
+        cfg = config.choose_backward(r.dim, r.dim_v)
+        blocks = (r.len_q, cfg.block_m), (r.len_q, config.ROWS), (r.len_k, cfg.block_n)
+        if r.ragged is None:
+            return cls(*(-(-n // block) for n, block in blocks))
+        rows, keys = r.q.shape[0], r.k.shape[0]
+        return cls(rows // cfg.block_m + r.batch, rows // config.ROWS + r.batch, keys // cfg.block_n + r.batch)
+
+
+def _items_of(r: Request, cu: Tensor, others: Tensor, tile: int, most: int, work: Work) -> Tensor:
+    """The list of tiles of so many rows of the sequences cu; others: of what they visit."""
+    from .ragged import CHUNK, ROWS, items_kernel
+
+    items = work.made(torch.empty(1 + 2 * most, dtype=torch.int32, device=r.device))
+    args: tuple[Any, ...] = cu, others, items, None, None, None, r.batch, 0, 0, (0, 0)
+    work.launch(items_kernel, r.batch, args, DV=1, BLOCK_DV=1, BLOCK_M=tile, CHUNK=CHUNK, ROWS=ROWS)
+    return items
+
+
+def _key_items(r: Request, grads: tuple[Tensor, ...], tile: int, most: int, work: Work) -> tuple:
+    """What the kernel for dK and dV is told of a ragged batch, its list of tiles of so many keys among it."""
+    if r.ragged is None:
+        return (None,) * 3 + (0, None, 0, 0, None, 0, 0)
+    from .ragged import ROWS, blank_kernel
+
+    cu_q, cu_k, (dq, dk, dv) = r.ragged.cu_q, r.ragged.cu_k, grads
+    items = _items_of(r, cu_k, cu_q, tile, most, work)
+    rows, keys = dq.shape[0], dk.shape[0]
     args = (
-        tiled(q, cfg.block_m), tiled(k, config.BLOCK_N), tiled(v, config.BLOCK_N), tiled(dout, cfg.block_m),
-        Tiled(stats, (stats.numel(),), (), (2 * cfg.block_m,)),
-        Tiled(sums, tuple(sums.shape), (r.dim,), (cfg.block_m, r.dim)), tiled(dk, config.ROWS), tiled(dv, config.ROWS),
-        turns, ticket, None if odd is None else work.part(odd, pairs * n_q), lengths, r.kv_heads, r.group, r.len_q,
-        r.len_k, n_m, kv_pairs, min(section, kv_pairs), n_n * kv_pairs, low, high, r.scale, r.scale * _LOG2E,
+        cu_q, cu_k, dq, dk, dv, *(x.stride()[:2] for x in grads), r.batch, rows, keys, r.heads, r.kv_heads,
     )  # fmt: skip
     work.launch(
-        backward_kernel, min(processors(r.device), n_n * kv_pairs), args, D=r.dim, BLOCK_M=cfg.block_m,
-        STAGES=cfg.stages, LEFT=left, RIGHT=right,
+        blank_kernel, -(-max(rows, keys) // ROWS), args, D=r.dim, DV=r.dim_v, BLOCK_D=config.padded(r.dim),
+        BLOCK_DV=config.padded(r.dim_v), ROWS=ROWS,
     )  # fmt: skip
-    args = sums, turns, dq, odd, dq.stride()[:3], r.heads, r.len_q, n_m, n_q, r.scale
-    work.launch(finish_kernel, pairs * n_q, args, D=r.dim, BLOCK_M=cfg.block_m, ROWS=config.ROWS)
-    if odd is not None:
-        _careful(r, (q, k, v, dout), lse, delta, (dq, dk, dv), odd, n_q, 2 * n_n, work)
-    return dq, dk, dv
+    places = (y for x in (dk, dv) for y in (x, x.stride(1), x.stride(0)))
+    return cu_q, cu_k, items, int(bool(skewed(r.mask))), *places
 
 
 def _careful(
     r: Request, inputs: tuple[Tensor, ...], lse: Tensor, delta: Tensor | None, grads: tuple[Tensor, ...], odd: Tensor,
-    n_q: int, n_k: int, work: Work,
+    pairs: int, tiles: Tiles, cfg: config.Backward, work: Work,
 ) -> None:  # fmt: skip
     from ..triton.launch import Problem
     from .careful import CHUNK, careful_kernel
 
-    p, total_q = Problem(r), r.batch * r.heads * n_q
+    p, n_q, n_k = Problem(r), tiles.of_rows, 2 * tiles.of_keys
+    first = 0 if r.ragged is None else 1  # all of a ragged batch is one entry
+    strides = ((0,) * first + x.stride()[first:] for x in (*inputs, *grads))
     args = (
-        odd, *inputs, lse, delta, *grads, *(x.stride() for x in (*inputs, *grads)), p.stat_strides(lse), r.len_q,
-        r.len_k, r.heads, r.group, r.scale, p.qk_scale, n_q, n_k, total_q, odd.numel(),
+        odd, *inputs, lse, delta, *grads, *strides, p.stat_strides(lse), p.cu_q, p.cu_k, r.batch, r.len_q, r.len_k,
+        r.heads, r.group, r.scale, p.qk_scale, p.cap, n_q, n_k, pairs * n_q, odd.numel(),
     )  # fmt: skip
     work.launch(
         careful_kernel, -(-odd.numel() // CHUNK), args, (p.mask_args,), KEEP=p.mask.keep, REACH_Q=p.mask.reach_q,
-        REACH_K=p.mask.reach_k, D=r.dim, UNIT=p.unit, WIDE=p.wide(*inputs, *grads), CHUNK=CHUNK, num_stages=1,
+        REACH_K=p.mask.reach_k, D=r.dim, DV=r.dim_v, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
+        SOFTCAP=r.softcap is not None, WIDE=p.wide(*(x[0].transpose(0, 1) if first else x for x in (*inputs, *grads))),
+        BLOCK_N=cfg.block_n, CHUNK=CHUNK, num_stages=1,
     )  # fmt: skip

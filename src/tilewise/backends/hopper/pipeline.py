@@ -8,8 +8,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from . import config
-from .gluon import tma_load
+from .gluon import tma_load, tma_store
 
+ROWS = gl.constexpr(config.ROWS)
 padded = gluon.constexpr_function(config.padded)
 stored = gluon.constexpr_function(config.stored)
 
@@ -47,10 +48,50 @@ class Sizes:
         self.n_m, self.pairs, self.section, self.low, self.high = n_m, pairs, section, low, high
 
 
+@gluon.jit
+def sequence(b, z, ragged):
+    """Sequence b of a ragged batch: its first query and key, and ``Sizes`` with its lengths and its diagonal."""
+    if ragged[2] is None:
+        return 0, 0, z
+    else:
+        cu_q, cu_k, skew = ragged[0], ragged[1], ragged[3]
+        first_q, first_k = gl.load(cu_q + b), gl.load(cu_k + b)
+        len_q, len_k = gl.load(cu_q + b + 1) - first_q, gl.load(cu_k + b + 1) - first_k
+        down = skew * (len_k - len_q)
+        own = Sizes(
+            z.heads, z.group, len_q, len_k, z.n_m, z.pairs, z.section, z.low + down, z.high + down
+        )  # fmt: skip
+        return first_q, first_k, own
+
+
+@gluon.jit
+def plane(b, ragged):
+    """Batch entry b as TMA counts: a ragged batch is one."""
+    if ragged[2] is None:
+        return b
+    else:
+        return 0
+
+
 @gluon.constexpr_function
 def wgmma_layout(n):
     """Of the result of a product with n columns, in the registers of a warp group."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+
+
+@gluon.constexpr_function
+def rows_layout(columns):
+    """Of rows as they lie in memory: 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns of a tile in the registers of a warp group: none move."""
+    N: gl.constexpr = x.shape[1] // 2
+    a, b = gl.split(x.reshape([ROWS, 2, N]).permute((0, 2, 1)))
+    LAYOUT: gl.constexpr = wgmma_layout(N)
+    return gl.convert_layout(a, LAYOUT), gl.convert_layout(b, LAYOUT)
 
 
 @aggregate
@@ -144,3 +185,44 @@ def is_odd(x):
     """Whether a NaN or an infinity is in x (M, N): 0 times it is NaN, and so is a sum with NaN in it."""
     total = gl.sum(gl.sum(x * 0.0, 1), 0)
     return total != total
+
+
+@gluon.jit
+def store_rows(desc, view, stage, x, b, h, i, first, length, where, D: gl.constexpr):
+    """64 rows of an output, from row i of a sequence on, by way of a stage; view: the stage as TMA takes it.
+
+    first, length: of the sequence. where: (pointer, stride of heads, of rows) of the output of a ragged batch.
+    """
+    staged(stage, x.to(stage.dtype))
+    if where[0] is None:
+        tma_store(desc, [b, h, i, 0], view)
+    elif i + ROWS <= length:
+        tma_store(desc, [0, h, first + i, 0], view)
+    else:  # TMA would go on, into the next sequence
+        LAYOUT: gl.constexpr = rows_layout(stage.shape[1])
+        row = i + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        channels = gl.arange(0, stage.shape[1], gl.SliceLayout(0, LAYOUT))
+        at = h * where[1] + (first + row).to(gl.int64) * where[2]
+        inside = (row < length)[:, None] & (channels < D)[None, :]
+        gl.store(where[0] + at[:, None] + channels[None, :], stage.load(LAYOUT), mask=inside)
+
+
+# --- work that is handed out ----------------------------------------------------------------------
+
+
+@gluon.jit
+def take(ticket, ids, done):
+    """The next work item, handed on to the other partitions."""
+    t = gl.atomic_add(ticket, 1)
+    await_empty(ids, done, 2)
+    ids.data.index(done & 1).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(ids.full.index(done & 1), count=1)
+    return t
+
+
+@gluon.jit
+def taken(ids, done, WARPS: gl.constexpr):
+    await_full(ids, done, 2)
+    t = gl.max(ids.data.index(done & 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    release(ids, done & 1)
+    return t

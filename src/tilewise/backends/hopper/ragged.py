@@ -1,4 +1,4 @@
-"""Before the forward of a ragged batch: a list of its tiles of queries, and results for rows of no sequence.
+"""Before the kernel for a ragged batch: a list of its tiles, and results for rows of no sequence.
 
 The lengths are on the GPU, and the host does not wait for them: it launches for as many tiles as there can be.
 """
@@ -18,13 +18,65 @@ def extents(cu, n, inside):
     return tl.load(cu + n + 1, mask=inside, other=0) - tl.load(cu + n, mask=inside, other=0)
 
 
+@triton.jit
+def located(cu, x, sequences, rows, BLOCK: tl.constexpr):
+    """Tile x of BLOCK rows: (first row of its sequence, its number there, rows of the sequence, which that is).
+
+    Those of sequence b begin at cu[b] // BLOCK + b, so that each has room and none needs to know the others' lengths.
+    Some are of no rows. Without cu there is one sequence.
+    """
+    if cu is None:
+        return 0, x, rows, 0
+    else:
+        low, high = 0, sequences - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            before = tl.load(cu + middle) // BLOCK + middle <= x
+            low = tl.where(before, middle, low)
+            high = tl.where(before, high, middle - 1)
+        first = tl.load(cu + low)
+        return first, x - (first // BLOCK + low), tl.load(cu + low + 1) - first, low
+
+
+@triton.jit
+def outside(cu, i, rows, sequences):
+    """Whether rows i are there, and of no sequence."""
+    return (i < rows) & ((i < tl.load(cu)) | (i >= tl.load(cu + sequences)))
+
+
+@triton.jit
+def blank(x, strides, i, which, heads, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Zeros in those of rows i of all heads. strides: of rows, then of heads."""
+    channels = tl.arange(0, BLOCK_D)[None, :]
+    for h in range(0, heads):
+        at = x + i.to(tl.int64)[:, None] * strides[0] + h * strides[1] + channels
+        nothing = tl.zeros([i.shape[0], BLOCK_D], x.dtype.element_ty)
+        tl.store(at, nothing, mask=which[:, None] & (channels < D))
+
+
+@triton.jit(do_not_specialize=["sequences", "rows", "keys", "heads", "kv_heads"])
+def blank_kernel(
+    cu_q, cu_k, dq, dk, dv, dqs, dks, dvs, sequences, rows, keys, heads, kv_heads, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of ROWS queries, keys and values of no sequence."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    which = outside(cu_q, i, rows, sequences)
+    if tl.max(which.to(tl.int32), 0) > 0:
+        blank(dq, dqs, i, which, heads, D, BLOCK_D)
+    which = outside(cu_k, i, keys, sequences)
+    if tl.max(which.to(tl.int32), 0) > 0:
+        blank(dk, dks, i, which, kv_heads, D, BLOCK_D)
+        blank(dv, dvs, i, which, kv_heads, DV, BLOCK_DV)
+
+
 @triton.jit(do_not_specialize=["sequences", "rows", "heads"])
 def items_kernel(
     cu_q, cu_k, items, out, lse, top, sequences, rows, heads, strides, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """items: how many there are, then (sequence, tile) of each, those of few keys first. One program a sequence, then
-    one for each ROWS rows. Each finds its place by itself: the tiles of sequences that come before its own.
+    one for each ROWS rows of out. Each finds its place by itself: the tiles of sequences that come before its own.
     """
     pid = tl.program_id(0)
     if pid < sequences:
@@ -49,16 +101,13 @@ def items_kernel(
             if total == 0:  # a program reads the first before it knows
                 tl.store(items + 1, 0)
                 tl.store(items + 2, 0)
-    else:
+    elif out is not None:
         i = (pid - sequences) * ROWS + tl.arange(0, ROWS)
-        outside = (i < rows) & ((i < tl.load(cu_q)) | (i >= tl.load(cu_q + sequences)))
-        if tl.max(outside.to(tl.int32), 0) > 0:
-            channels = tl.arange(0, BLOCK_DV)[None, :]
-            nothing = tl.zeros([ROWS, BLOCK_DV], out.dtype.element_ty)
+        which = outside(cu_q, i, rows, sequences)
+        if tl.max(which.to(tl.int32), 0) > 0:
+            blank(out, strides, i, which, heads, DV, BLOCK_DV)
             for h in range(0, heads):
-                at = out + i.to(tl.int64)[:, None] * strides[0] + h * strides[1] + channels
-                tl.store(at, nothing, mask=outside[:, None] & (channels < DV))
                 stat = tl.cast(h, tl.int64) * rows + i
-                tl.store(lse + stat, tl.full([ROWS], -float("inf"), tl.float32), mask=outside)
+                tl.store(lse + stat, tl.full([ROWS], -float("inf"), tl.float32), mask=which)
                 if top is not None:
-                    tl.store(top + stat, tl.full([ROWS], -float("inf"), tl.float32), mask=outside)
+                    tl.store(top + stat, tl.full([ROWS], -float("inf"), tl.float32), mask=which)
