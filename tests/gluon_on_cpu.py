@@ -21,7 +21,7 @@ import tilewise
 from tilewise.backends.hopper import config, launch
 
 SOURCES = Path(tilewise.__file__).parent / "backends" / "hopper"
-PATIENCE = 20  # seconds until a wait is a deadlock
+PATIENCE = 120  # seconds until a wait is a deadlock: machines are busy, and their processes stand still for a while
 
 
 def raw(x):
