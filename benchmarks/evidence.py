@@ -35,22 +35,23 @@ def state(r: Record) -> str:
 
 def table() -> str:
     """The records as a Markdown table."""
-    lines = ["| record | problems | checks | failed | kernels since |", "|---|---|---|---|---|"]
+    lines = ["| record | problems | refused | checks | failed | kernels since |", "|---|---|---|---|---|---|"]
     for r in records():
-        c = r.get("correctness", {"problems": 0, "of": 0, "checks": 0, "failed": []})  # a run may be cut off
-        counts = f"{c['problems']} of {c['of']} | {c['checks']} | {len(c['failed'])}"
+        nothing: Record = {"problems": 0, "of": 0, "refused": [], "checks": 0, "failed": []}  # a run may be cut off
+        c = r.get("correctness", nothing)
+        counts = f"{c['problems']} of {c['of']} | {len(c['refused'])} | {c['checks']} | {len(c['failed'])}"
         lines.append(f"| {r['backend']} on {r['gpu']} | {counts} | {state(r)} |")
     return "\n".join(lines)
 
 
 def speeds() -> str:
     """TFLOP/s of the records as Markdown tables, forward / backward. Empty without them."""
-    return _numbers("speed_tflops", lambda r: f"{r['gpu']}, bf16")
+    return _numbers("speed_tflops", lambda r: f"record of {r['backend']}, {r['gpu']}, bf16, {state(r)}")
 
 
 def hosts() -> str:
     """Microseconds that a call takes on the host, as ``speeds``."""
-    return _numbers("host_us", lambda r: f"{r['backend']}, host of the {r['gpu']}: microseconds")
+    return _numbers("host_us", lambda r: f"{r['backend']}, host of the {r['gpu']}, {state(r)}: microseconds")
 
 
 def ratios() -> str:

@@ -45,7 +45,7 @@ RECORD = {
     "backend": "tiled",
     "gpu": "Some GPU",
     "digest": "old",
-    "correctness": {"problems": 5, "of": 9, "checks": 30, "failed": []},
+    "correctness": {"problems": 5, "of": 9, "refused": ["one"], "checks": 30, "failed": []},
     "speed_tflops": [{"dim": 64, "length": 4096, "mask": "full", "tiled": MS, "torch_flash": {"error": "refused"}}],
     "speed_ratios": [
         {"dim": 64, "length": 4096, "mask": "causal", "tiled": MS, "flex": {"forward": 3.0, "backward": 3.0}},
@@ -77,10 +77,13 @@ def shown(tmp_path, monkeypatch):
 
 def test_a_record_as_tables(shown):
     tables = shown(RECORD)
-    assert "| tiled on Some GPU | 5 of 9 | 30 | 0 | **changed: stale** |" in tables["table"]
-    assert "| D=64 L=4096 full | 2 / 6 | – |" in tables["speeds"]
+    assert "| tiled on Some GPU | 5 of 9 | 1 | 30 | 0 | **changed: stale** |" in tables["table"]
+    assert tables["speeds"].splitlines()[::2] == [
+        "| record of tiled, Some GPU, bf16, **changed: stale** | tiled | torch_flash |",
+        "| D=64 L=4096 full | 2 / 6 | – |",
+    ]
     assert tables["hosts"].splitlines()[::2] == [
-        "| tiled, host of the Some GPU: microseconds | tiled |",
+        "| tiled, host of the Some GPU, **changed: stale**: microseconds | tiled |",
         "| D=64 L=128 causal | 42 / 7 |",
     ]
     assert tables["ratios"].splitlines() == [

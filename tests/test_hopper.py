@@ -78,22 +78,22 @@ REFUSED = {
     "documents": ({"mask": masks.documents(torch.arange(30), torch.arange(40))}, MASK + "documents(int64[1, 30])"),
     "odd rows": (
         {"k": make(2, 2, 40, 68)[..., :64]},
-        "needs key with a last stride of 1, its other strides and its offset multiples of 8 and above 0, "
+        "needs key with a last stride of 1, other strides above 0 and, like its offset, multiples of 8, "
         "got strides (5440, 2720, 68, 1) and offset 0",
     ),
     "odd offset": (
         {"v": make(2, 2, 40, 72)[..., 4:68]},
-        "needs value with a last stride of 1, its other strides and its offset multiples of 8 and above 0, "
+        "needs value with a last stride of 1, other strides above 0 and, like its offset, multiples of 8, "
         "got strides (5760, 2880, 72, 1) and offset 4",
     ),
     "channels apart": (
         {"q": make(2, 4, 64, 30).transpose(2, 3)},
-        "needs query with a last stride of 1, its other strides and its offset multiples of 8 and above 0, "
+        "needs query with a last stride of 1, other strides above 0 and, like its offset, multiples of 8, "
         "got strides (7680, 1920, 1, 30) and offset 0",
     ),
     "expanded": (
         {"k": make(1, 2, 40, 64).expand(2, 2, 40, 64)},
-        "needs key with a last stride of 1, its other strides and its offset multiples of 8 and above 0, "
+        "needs key with a last stride of 1, other strides above 0 and, like its offset, multiples of 8, "
         "got strides (0, 2560, 64, 1) and offset 0",
     ),
 }

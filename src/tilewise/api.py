@@ -149,8 +149,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``, same signature and meaning.
 
-    query (..., Hq, L, E), key (..., H, S, E), value (..., H, S, Ev); a bool attn_mask is True = attend, a
-    float one is added; is_causal is top-left aligned and excludes attn_mask. A row whose keys are all masked is 0.
+    query (..., Hq, L, E), key (..., H, S, E), value (..., H, S, Ev), of at least 3 dims, whose batch dims (...) are
+    the same: they and the heads are not broadcast. A bool attn_mask is True = attend, a float one is added; is_causal
+    is top-left aligned and excludes attn_mask. A row whose keys are all masked is 0.
     """
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True and attn_mask exclude each other, as in PyTorch; put both into attn_mask")
@@ -159,7 +160,12 @@ def scaled_dot_product_attention(
             "query, key and value must have the same rank of at least 3, (..., H, L, E); got "
             f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
         )
-    if query.dim() > 3 and not enable_gqa and query.shape[-3] != key.shape[-3]:
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(
+            f"query, key and value must have the same batch dims, which are not broadcast{_sizes(query, key, value)}; "
+            "expand them first"
+        )
+    if not enable_gqa and query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"query has {query.shape[-3]} heads and key {key.shape[-3]}: "
             "pass enable_gqa=True for grouped-query attention"
@@ -169,6 +175,10 @@ def scaled_dot_product_attention(
     mask: Mask | Tensor | None = masks.causal() if is_causal else None
     bias: Tensor | None = None
     if attn_mask is not None:
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise TypeError(
+                f"attn_mask must be bool (True = attend) or floating point (added to the scores), got {attn_mask.dtype}"
+            )
         attn_mask = _four_dims_mask(attn_mask, lead)
         mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
     out = attention(q, k, v, mask, bias=bias, scale=scale, dropout_p=dropout_p)
@@ -318,12 +328,16 @@ def _autocast(device: str) -> bool:
     return device in _AUTOCAST and torch.is_autocast_enabled(device)
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) -> None:
-    rank, layout = (4, "(B, H, L, D)") if ragged is None else (3, "(T, H, D)")
+def _check_rank(q: Tensor, k: Tensor, v: Tensor, ragged: bool) -> None:
+    rank, layout = (3, "(T, H, D)") if ragged else (4, "(B, H, L, D)")
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.dim() != rank:
-            fix = "; add a batch dim with x[None]" if x.dim() == rank - 1 and ragged is None else ""
+            fix = "; add a batch dim with x[None]" if x.dim() == rank - 1 and not ragged else ""
             raise ValueError(f"{name} must have {rank} dims, {layout}, got {x.dim()}: {tuple(x.shape)}{fix}")
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) -> None:
+    _check_rank(q, k, v, ragged is not None)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"query, key and value must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast them to one"
@@ -345,8 +359,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) -> None:
         raise ValueError(f"key and value must have the same heads and length{_sizes(q, k, v)}")
     if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
-            f"query heads must be a multiple of key/value heads, got {q.shape[1]} and {k.shape[1]}{_sizes(q, k, v)}; "
-            "with (B, L, H, D) tensors, transpose(1, 2) first"
+            f"query heads must be a multiple of key/value heads, got {q.shape[1]} and {k.shape[1]}{_sizes(q, k, v)}"
+            + ("; with (B, L, H, D) tensors, transpose(1, 2) first" if ragged is None else "")
         )
 
 
@@ -420,6 +434,7 @@ def _rng(device: torch.device, seed: int | None, generator: torch.Generator | No
 def _ragged(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int | None, max_k: int | None
 ) -> Ragged:
+    _check_rank(q, k, v, True)
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 1:
             raise TypeError(f"{name} must be int32 of shape (N + 1,), got {cu.dtype} {tuple(cu.shape)}")

@@ -42,7 +42,7 @@ class Reason(NamedTuple):
 class Output(NamedTuple):
     """What a backend returns. lse and max_logits may be None where they were not wanted.
 
-    lse_low is for the backward of requests with a bias: see ``state.lse_low``.
+    lse_low is for the backward of fp32, fp64 and of requests with a bias: see ``state.lse_low``.
     """
 
     out: Tensor

@@ -241,6 +241,8 @@ def window(left: int | None, right: int | None, align: str | int | None = None) 
     a causal mask lies on that mask's diagonal.
     """
     for name, n in (("left", left), ("right", right)):
+        if n is not None and not hasattr(n, "__index__"):
+            raise TypeError(f"window: {name} must be an int or None (unbounded), got {n!r}")
         if n is not None and n < 0:
             raise ValueError(f"window: {name} must be >= 0 or None (unbounded), got {n}")
     return Band(left, right, _alignment(align))
@@ -412,9 +414,13 @@ class Dense(Mask):
 def dense(mask: Tensor) -> Mask:
     """A bool tensor, True = attend, of shape (Lq, Lk) or (B, H, Lq, Lk) with 1 where it broadcasts."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        what = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        if not isinstance(mask, Tensor):
+            called = ", and call it: masks.causal()" if callable(mask) else ""
+            raise TypeError(
+                f"a mask must be one of tilewise.masks or a bool tensor, got {mask!r}; use masks...{called}"
+            )
         raise TypeError(
-            f"a mask tensor must be torch.bool with True = attend, got {what}. For 1 = attend use mask.bool(); "
+            f"a mask tensor must be torch.bool with True = attend, got {mask.dtype}. For 1 = attend use mask.bool(); "
             "for 1 = masked use ~mask.bool(); an additive (float) mask goes to bias="
         )
     return Dense(to_4d("mask", mask))
@@ -593,6 +599,8 @@ class Not(Mask):
 
 
 def _combine(kind: type[All] | type[Any], a: Mask, b: Mask) -> Mask:
+    if isinstance(b, Tensor):
+        raise TypeError("a mask is joined with another mask: wrap the tensor, masks.dense(tensor)")
     if not isinstance(b, Mask):
         return NotImplemented
     terms = tuple(x for t in (a, b) for x in (t.terms if isinstance(t, kind) else (t,)))

@@ -12,10 +12,11 @@ A tile of keys stays and tiles of queries stream past, so dK and dV of a tile ar
 Several (batch, key/value head) pairs are computed at once, as one batched matrix product; the query
 heads that share a key/value head are rows of the same product, so keys and values are never expanded.
 A tile of scores is held transposed, keys by queries: the matrix products then read their operands in memory order,
-which was measured to be a tenth faster; who computes them is the matter of ``products``. All tile arithmetic is fp32
-(fp64 for fp64 inputs). What one side needs is prepared for a strip of neighbouring tiles, while the other side's strips
-stream past. Besides the outputs there exist a tile of scores over the heads at work (two in the backward, three where
-products are rounded), a strip of each side, and the dQ of these heads.
+which was measured to be a tenth faster; who computes them is the matter of ``products``. Tile arithmetic is fp32
+(fp64 for fp64 inputs), but for what the last paragraph says. What one side needs is prepared for a strip of
+neighbouring tiles, while the other side's strips stream past. Besides the outputs there exist a tile of scores over the
+heads at work (two in the backward, one more under a softcap and where products are rounded), a strip of each side, and
+the dQ of these heads.
 
 Where nothing is added to the scores they are in units of log2: q comes scaled by scale * log2(e), and exp is exp2,
 which is as exact and which PyTorch's CPU kernels compute several times faster.
@@ -53,7 +54,7 @@ _MOST_THREADS = 16  # that a tile grows with
 _AT_ONCE = 2**16  # scores of all heads: with fewer, what tiles need beside the arithmetic takes longer than it
 _STRIP = 4096  # queries or keys that are prepared at once
 # Products of an fp32 tile that are added up in one chain: the error of a sum grows with its length. With so many the
-# errors are PyTorch's or less (the table of benchmarks/cpu.py). Chains of 128 in the forward would be 5 % faster, its
+# errors are those of PyTorch (the table of benchmarks/cpu.py). Chains of 128 in the forward would be 5 % faster, its
 # error 6 % larger; chains of 64 in the backward a tenth slower, its errors 5 to 10 % smaller.
 _CHAIN, _CHAIN_BACKWARD = 64, 128
 _NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp(-46) are far from the ends of fp32

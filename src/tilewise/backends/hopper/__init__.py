@@ -1,9 +1,9 @@
 """The backend ``hopper``: forward and backward as warp-specialised kernels in Gluon, for the H100 and the H200.
 
-It takes what fills those GPUs: bf16 and fp16, head dims from 64 to 256, full attention, bands and key lengths, softcap,
-sinks and ragged sequences. The backward is its own where all of dQ, dK and dV are asked for; else it is that of
-``triton``. Gluon is an experimental language of Triton, and its compiler decides whether a kernel is fast: a version of
-Triton counts as known once the kernels were measured with it.
+It takes what fills those GPUs: bf16 and fp16, head dims 64, 96, 128, 192 and 256, full attention, bands and key
+lengths, softcap, sinks and ragged sequences. The backward is its own where all of dQ, dK and dV are asked for; else it
+is that of ``triton``. Gluon is an experimental language of Triton, and its compiler decides whether a kernel is fast: a
+version of Triton counts as known once the kernels were measured with it.
 
 This module imports without Triton; the kernels are imported when the first request runs.
 """
@@ -26,7 +26,9 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 class HopperBackend(Backend):
     name = "hopper"
-    summary = "warp-specialised kernels for H100 and H200: 16 bits, head dims 64 to 256, bands, key lengths"
+    summary = (
+        "warp-specialised kernels for H100 and H200: 16 bits, head dims 64 to 256, bands, lengths, ragged, softcap"
+    )
     devices = ("cuda",)
     dtypes = (torch.bfloat16, torch.float16)
     features = frozenset({"mask", "lse", "max_logits", "gqa", "dim_v", "softcap", "sinks", "varlen"})
@@ -48,9 +50,11 @@ class HopperBackend(Backend):
             yield Reason(f"takes bands of one alignment in ragged sequences; got {r.mask!r}")
         for name, x in (("query", r.q), ("key", r.k), ("value", r.v)):
             if not launch.describable(launch.planes(r, x)):
-                why = f"needs {name} with a last stride of 1, its other strides and its offset multiples of 8"
+                why = (
+                    f"needs {name} with a last stride of 1, other strides above 0 and, like its offset, multiples of 8"
+                )
                 got = f"got strides {x.stride()} and offset {launch.offset(x)}"
-                yield Reason(f"{why} and above 0, {got}", f"{name}.contiguous()")
+                yield Reason(f"{why}, {got}", f"{name}.{'clone' if x.is_contiguous() else 'contiguous'}()")
 
     def forward(self, r: Request) -> Output:
         return launch.forward(r)

@@ -17,8 +17,9 @@ Beyond 128 columns dK and dV of 64 keys fill the registers of both consumers: on
 64 keys twice as much is added to dQ for as many products, and adding takes longer than computing S and dP once more:
 there dQ has a kernel of its own, ``queries.py``.
 
-Tiles have a power of two of columns; beyond the head dim TMA fills them with zeros, and stores nothing. Before and
-after run the kernels of ``around.py``. What a mask must hide and is not finite is left to ``careful.py``.
+Tiles have a power of two of columns; beyond the head dim TMA fills them with zeros, and stores nothing. Before it,
+and after it where it adds up dQ, runs a kernel of ``around.py``. What a mask must hide and is not finite is left to
+``careful.py``.
 """
 
 # No ``from __future__ import annotations``: Gluon reads the annotations.

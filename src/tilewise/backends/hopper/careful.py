@@ -1,4 +1,4 @@
-"""Gradients beside things that are not numbers: tiles that came out not finite are done again, by ``triton``'s kernels.
+"""Gradients beside things that are not numbers: ``triton``'s functions do tiles again that came out not finite.
 
 As in the forward, 0 * NaN lets what a mask hides through. The fast kernels say of each tile of 64 rows of dQ, and of 64
 keys of dK and dV, whether it is finite. This one reads that, and has nothing to do but where there was a NaN or inf.

@@ -13,9 +13,9 @@ from . import config
 from .pipeline import ROWS, place, sequence
 
 columns = gluon.constexpr_function(config.columns)
-# Named barriers, each of them two: one of each writer.
-SUM_FULL = gl.constexpr(6)  # dQ is staged
-SUM_EMPTY = gl.constexpr(12)  # dQ may be staged
+# Named barriers.
+SUM_FULL = gl.constexpr(6)  # dQ is staged: one of each writer
+SUM_EMPTY = gl.constexpr(12)  # dQ may be staged: one of each writer and consumer
 
 # --- which tiles ----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ keep scores, P and the accumulator in registers. What runs at the same time:
 - within a consumer, the softmax of block t and P V of block t - 1, which is waited for after the exponentials;
 - the softmax of one consumer and the products of the other: they take turns at starting products.
 
-Where queries are few, a tile holds those of HEADS query heads of one key head, one head after the other.
+Where queries of a ragged batch are few, a tile holds those of HEADS query heads of one key head, head after head.
 
 Scores are unscaled q k^T or, under a softcap, its tanh; maxima and exponents are in units of log2 (FOLDED in
 ``triton``'s kernels). Tiles have a power of two of columns: beyond the head dim TMA fills them with zeros.

@@ -75,8 +75,10 @@ def items_kernel(
     cu_q, cu_k, items, out, lse, top, sequences, rows, heads, strides, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """items: how many there are, then (sequence, tile) of each, those of few keys first. One program a sequence, then
-    one for each ROWS rows of out. Each finds its place by itself: the tiles of sequences that come before its own.
+    """items: how many there are, then (sequence, tile) of each, those of few rows on the other side first.
+
+    One program a sequence, then one for each ROWS rows of out. Each finds its place by itself: the tiles of sequences
+    that come before its own.
     """
     pid = tl.program_id(0)
     if pid < sequences:

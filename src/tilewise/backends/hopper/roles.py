@@ -1,8 +1,8 @@
 """The consumers of the backward where dK and dV have 256 columns: one owns dV of 64 keys, the other dK.
 
 dK and dV of 64 keys are 128 registers a thread of one warp group each, so neither has room for both. The owner of dV
-computes S and P, that of dK dP and dS: two products each, whose results feed the third as register operands. P crosses
-to the owner of dK through shared memory.
+computes S and P, that of dK dP and dS: the result of the first of its two products feeds the second as a register
+operand. P, under a softcap times its slope, crosses to the owner of dK through shared memory.
 """
 
 # No ``from __future__ import annotations``: Gluon reads the annotations.

@@ -6,7 +6,7 @@
     dbias   of a broadcast bias: a program owns a tile of it and sums over what is broadcast
 
 What the kernels must not let through is as in ``forward``: products that come out as not a number are done
-again, by ``backward_careful_kernel``.
+again, by ``backward_careful_kernel``; dbias does so itself.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What limits a configuration is the shared memory of an SM (tiles of all stages) and the 64k registers of its threads
 (accumulators, and the tile of scores in fp32). ``tests/test_triton_aot.py`` compiles every configuration that
 ``choose`` can return for sm_80, sm_90 and gfx942. It demands that they fit and that no loop over tiles spills, but for
-the careful path (see ``primitives``) and one row of a table below, which says so.
+the careful kernels (see ``primitives``) and two rows of a table below, which says so.
 """
 
 from __future__ import annotations

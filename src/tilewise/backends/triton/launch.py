@@ -105,8 +105,11 @@ class Problem:
         return (None, (0, 0, 0, 0)) if x is None else (x, broadcast_strides(x))
 
     def paired(self) -> bool:
-        """Whether the bias can be read as pairs of numbers of 16 bits along the keys. With multiples of 4, so that a
-        bias has no more classes of lengths than a matrix of 4 heads that Triton compiles for."""
+        """Whether the bias can be read as pairs of numbers of 16 bits along the keys.
+
+        Strides have to be multiples of 4, not of 2: an even length that is no multiple of 4 would compile a kernel of
+        its own, beside those for odd lengths and for strides that are multiples of 16.
+        """
         x, (*others, row, column) = self.bias_args()
         if x is None or x.element_size() != 2 or column != 1 or row >= 2**22:
             return False

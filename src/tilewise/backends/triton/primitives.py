@@ -1,6 +1,6 @@
 """Pieces that the forward and the backward kernels share: tiles, scores, masks, dropout, careful products.
 
-The names are those of ``tiled``. Index tiles ``i`` (queries) and ``j`` (keys) come in either orientation,
+Index tiles ``i`` (queries) and ``j`` (keys) come in either orientation,
 (M, 1) and (1, N) or, in the dK/dV kernel, (1, M) and (N, 1): everything here is element-wise in them.
 
 Units of the scores, a constexpr:
@@ -125,7 +125,7 @@ def visits(
     """The tiles along the other axis that this one takes part in.
 
     Returns (where, n_full, n_all, full, first): tile number t of n_all is ``visited(...)`` of these. The first n_full
-    need no mask. From lists, which ``lower`` made, or from the arithmetic of ``REACH``. size: of the own
+    need no mask. From lists, which ``lists.py`` made, or from the arithmetic of ``REACH``. size: of the own
     axis; length: of the other. INSIDE: none is full if this one reaches past the end, as in lists.
     """
     if lists is not None:

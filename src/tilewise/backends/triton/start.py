@@ -1,8 +1,8 @@
 """Launching a kernel with little work on the host.
 
 Triton's own launch looks at each of some fifty arguments for what it would specialise, and compares every constant of
-the source: 80 us on the host of an H200, as long as a short kernel runs, and a backward has five. A kernel that was
-launched with such arguments before is found here by what these are, and called as that launch called it.
+the source: 80 us on the host of an H200, as long as a short kernel runs, and a backward has two to seven. A kernel that
+was launched with such arguments before is found here by what these are, and called as that launch called it.
 
 The call is one of Triton 3.6; with another version, or on another GPU than one of NVIDIA, Triton launches.
 """
