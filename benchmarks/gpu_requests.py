@@ -32,7 +32,7 @@ class Family(NamedTuple):
 
 
 def family(n: int) -> Family:
-    """Number n: every kind of mask with every head dim, the rest by chance."""
+    """Number n: head dims and kinds of masks in turn, the rest by chance."""
     r = Random(n)
     dim, ragged = DIMS[n % len(DIMS)], n % 4 == 3
     kinds = [k for k in KINDS if not (ragged and "lengths" in k)]

@@ -46,7 +46,7 @@ CASES = {
     ),
     "mask rank": (call(mask=t(2, 6, 5, dtype=torch.bool)), ValueError, r"mask must have shape \(Lq, Lk\) or \(B, H, Lq, Lk\)"),
     "a name for a mask": (call(mask="causal"), TypeError, "one of tilewise.masks or a bool tensor, got 'causal'"),
-    "a mask not called": (call(mask=masks.causal), TypeError, r"got <function causal.*and call it: masks.causal\(\)"),
+    "a mask not called": (call(mask=masks.causal), TypeError, r"got <function causal.*; call it: masks.causal\(\)"),
     "mask and tensor": (lambda: masks.causal() & t(6, 5, dtype=torch.bool), TypeError, r"wrap the tensor, masks.dense\(tensor\)"),
     "half a window": (lambda: masks.window(2.5, 0), TypeError, "window: left must be an int or None .*, got 2.5"),
     "ragged rank": (

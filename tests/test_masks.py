@@ -23,6 +23,13 @@ def picture(mask, **sizes):
     return ["".join("x" if k else "." for k in row) for row in whole(mask, **sizes)[0, 0].tolist()]
 
 
+@pytest.mark.parametrize("none", [torch.zeros(0, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64)], ids=str)
+def test_documents_without_keys(none):
+    mask = masks.documents(torch.tensor([0, 0, 1]), none)
+    mask.check(2, 1, 3, 0)
+    assert whole(mask, b=2, lq=3, lk=0).shape == (2, 1, 3, 0)
+
+
 def test_pictures():
     assert picture(masks.causal()) == ["x...", "xx..", "xxx.", "xxxx"]
     assert picture(masks.causal(), lq=2, lk=4) == ["x...", "xx.."]

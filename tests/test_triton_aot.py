@@ -110,6 +110,14 @@ def test_the_cases_are_all_configurations(monkeypatch):
                     assert wanted in launched
 
 
+def test_documents_without_keys_compile():
+    """Nothing is listed, and the kernel that would is compiled all the same."""
+    q, kv = make(B, H, L, 64, dtype=torch.bfloat16), make(B, H, 0, 64, dtype=torch.bfloat16)
+    mask = masks.documents(make(B, L, dtype=torch.int64), make(B, 0, dtype=torch.int64))
+    compiled = aot.compile_request(Request(q, kv, kv, 0.125, mask), "sm_90", backward=True)
+    assert {"extremes_kernel", "list_kernel", "forward_kernel", "dq_kernel"} <= {c.name for c in compiled}
+
+
 # --- reading the code -----------------------------------------------------------------------------
 
 LABEL = re.compile(r"(\.L\w+):")

@@ -366,7 +366,7 @@ def documents(ids: Tensor | list[int], key_ids: Tensor | list[int] | None = None
     for name, x in (("ids", q), ("key_ids", k)):
         if x.dim() not in (1, 2):
             raise ValueError(f"documents: {name} must have shape (L,) or (B, L), got {tuple(x.shape)}")
-    return Documents(q.view(-1, q.shape[-1]), k.view(-1, k.shape[-1]))
+    return Documents(*(x if x.dim() == 2 else x[None] for x in (q, k)))
 
 
 def _extremes(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -415,10 +415,8 @@ def dense(mask: Tensor) -> Mask:
     """A bool tensor, True = attend, of shape (Lq, Lk) or (B, H, Lq, Lk) with 1 where it broadcasts."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         if not isinstance(mask, Tensor):
-            called = ", and call it: masks.causal()" if callable(mask) else ""
-            raise TypeError(
-                f"a mask must be one of tilewise.masks or a bool tensor, got {mask!r}; use masks...{called}"
-            )
+            fix = "; call it: masks.causal()" if callable(mask) else ""
+            raise TypeError(f"a mask must be one of tilewise.masks or a bool tensor, got {mask!r}{fix}")
         raise TypeError(
             f"a mask tensor must be torch.bool with True = attend, got {mask.dtype}. For 1 = attend use mask.bool(); "
             "for 1 = masked use ~mask.bool(); an additive (float) mask goes to bias="

@@ -147,10 +147,8 @@ class Problem:
 
     def _documents(self, work: Work) -> tuple[Any, ...]:
         """The tables that the verdict reads, those of a pass."""
-        r, args = self.r, self.mask_args
-        if not (r.len_q and r.len_k):
-            return ()
-        return tuple(x for at in self.mask.documents for x in extremes(work, args[at : at + 6], r))
+        args = self.mask_args
+        return tuple(x for at in self.mask.documents for x in extremes(work, args[at : at + 6], self.r))
 
 
 def precision(r: Request) -> str:
@@ -219,7 +217,8 @@ def extremes(work: Work, ids: tuple, r: Request) -> tuple[Any, ...]:
     ]
     programs = [x.shape[0] * -(-n // ENTRIES) for x, n in zip((q, k), sizes, strict=True)]
     args = (*tables, q, k, (q_batch, q_step), (k_batch, k_step), r.len_q, r.len_k, programs[0])
-    work.launch(extremes_kernel, sum(programs), args, T=ENTRIES)
+    if sum(programs):
+        work.launch(extremes_kernel, sum(programs), args, T=ENTRIES)
     return tables[0], 2 * sizes[0] if q_batch else 0, tables[1], 2 * sizes[1] if k_batch else 0
 
 
