@@ -4,9 +4,10 @@
             the others read; also the gradients of sinks, of ALiBi and of an unbroadcast bias
     dkdv    a tile of keys stays; tiles of queries of all query heads of its key head stream past
     dbias   of a broadcast bias: a program owns a tile of it and sums over what is broadcast
+    dq_dbias  both of a bias that batch entries or heads share: dq of several entries side by side, tile by tile of keys
 
 What the kernels must not let through is as in ``forward``: products that come out as not a number are done
-again, by ``backward_careful_kernel``; dbias does so itself.
+again, by ``backward_careful_kernel`` and ``dbias_careful_kernel``; dbias does so itself.
 """
 
 from __future__ import annotations
@@ -572,6 +573,262 @@ def dq_kernel(
         tl.store(odd + (b * heads + h) * tiles + tile, found)
 
 
+# --- the gradient of a broadcast bias --------------------------------------------------------------
+
+
+@triton.jit
+def shared_entry(n, b0, h0, n_b, n_h, heads, times):
+    """(b, h) of the n-th of those that share a bias with (b0, h0), the last of them beyond the end."""
+    n = tl.minimum(n, times - 1)
+    each = heads // n_h
+    return tl.where(n_b == 1, n // each, b0), tl.where(n_h == 1, n % each, h0)
+
+
+@triton.jit
+def bias_grad(
+    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h, kv_head, heads, i, j,
+    i0, j0, keep, qk_scale, cap, bias, rng, threshold, survivor_weight,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What a tile of the pairs of (b, h) adds to dbias: dS before the softcap, (M, N)."""
+    q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
+    k_tile = load_tile(head_base(k, ks, b, kv_head, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
+    s = dot(q_tile, tl.trans(k_tile), None, UPCAST, PRECISION)
+    do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
+    v_tile = load_tile(head_base(v, vs, b, kv_head, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
+    dp = dot(do_tile, tl.trans(v_tile), None, UPCAST, PRECISION)
+    at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
+    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
+    alive = None
+    if rng is not None:
+        alive = survives(rng, threshold, b * heads + h, i0, j0, BLOCK_M, BLOCK_N)
+    _, ds, _, _ = grad_scores(
+        s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
+        qk_scale, cap, bias, None, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
+    )  # fmt: skip
+    return ds
+
+
+@triton.jit
+def masked_bias_grad(
+    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, cu_q, cu_k, max_q, max_k, b0, h0, n_b, n_h, heads, group,
+    times, i0, j0, qk_scale, cap, add, rng, threshold, survivor_weight, m,
+    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sum of ``bias_grad`` over all that share the tile of the bias, 0 where a pair is hidden."""
+    i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    j = j0 + tl.arange(0, BLOCK_N)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for n in tl.range(0, times):
+        b, h = shared_entry(n, b0, h0, n_b, n_h, heads, times)
+        first_q, len_q = sequence(b, cu_q, max_q)
+        first_k, len_k = sequence(b, cu_k, max_k)
+        keep = kept(b, h, i, j, (i < len_q) & (j < len_k), len_q, len_k, m, KEEP)
+        # Under a condition nothing is loaded ahead, for which there are no registers at D = 256.
+        if (KEEP is None and BLOCK_D <= 128) or tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
+            acc += bias_grad(
+                q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h,
+                h // group, heads, i, j, i0, j0, keep, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+            )  # fmt: skip
+    return acc
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "max_q", "max_k", "rows", "cols", "batch", "n_b", "n_h"])
+def dbias_kernel(
+    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, cu_q, cu_k, max_q, max_k, rows, cols, heads, group, batch,
+    qk_scale, cap, bias, bias_strides, dbias, n_b, n_h, rng, threshold, survivor_weight, m,
+    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile of dbias (n_b, n_h, max_q or rows, max_k or cols): summed over the batch and heads that share it, and
+    over the tile's rows or columns where those are broadcast; the rest of that sum is PyTorch's."""
+    vs, dos = like(vs, ks), like(dos, qs)
+    pid = tl.program_id(0)
+    col, row, slot = pid % cols, (pid // cols) % rows, pid // cols // rows
+    b0, h0 = slot // n_h, slot % n_h
+    i0, j0 = row * BLOCK_M, col * BLOCK_N
+    i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    j = j0 + tl.arange(0, BLOCK_N)[None, :]
+    base = bias + offset64(b0, bias_strides[0]) + offset64(h0, bias_strides[1])  # strides are 0 where it is shared
+    add = load_bias(base, i, j, i0, j0, max_q, max_k, bias_strides, True, WIDE)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    times = (batch // n_b) * (heads // n_h)
+    odd = 1
+    # Without masks, where all pairs exist: what a bias of -inf hides is 0, unless it is not a number. Then, once more.
+    if KEEP is None and cu_q is None:  # noqa: SIM102 - the outer one is decided when compiling
+        if (i0 + BLOCK_M <= max_q) & (j0 + BLOCK_N <= max_k):
+            for n in tl.range(0, times):
+                b, h = shared_entry(n, b0, h0, n_b, n_h, heads, times)
+                acc += bias_grad(
+                    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, 0, 0, max_q, max_k, b, h, h // group, heads,
+                    i, j, i0, j0, None, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV, BLOCK_M, BLOCK_N,
+                    BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
+                )  # fmt: skip
+            odd = any_odd(odd_rows(acc), tl.arange(0, BLOCK_M) >= 0)
+    if odd > 0:
+        acc = masked_bias_grad(
+            q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, cu_q, cu_k, max_q, max_k, b0, h0, n_b, n_h, heads,
+            group, times, i0, j0, qk_scale, cap, add, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M, BLOCK_N,
+            BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
+        )  # fmt: skip
+    if SUM_ROWS and SUM_COLS:
+        tl.store(dbias + pid, tl.sum(tl.sum(acc, 1), 0))
+    elif SUM_ROWS:
+        x = j0 + tl.arange(0, BLOCK_N)
+        at = (offset64(slot, rows) + row) * max_k + x
+        tl.store(dbias + at, tl.sum(acc, 0), mask=x < max_k)
+    elif SUM_COLS:
+        x = i0 + tl.arange(0, BLOCK_M)
+        at = (offset64(slot, max_q) + x) * cols + col
+        tl.store(dbias + at, tl.sum(acc, 1), mask=x < max_q)
+    else:
+        at = (offset64(slot, max_q) + i) * max_k + j
+        tl.store(dbias + at, acc.to(dbias.dtype.element_ty), mask=(i < max_q) & (j < max_k))
+
+
+# --- dQ and the gradient of a bias that is shared ---------------------------------------------------
+
+
+@triton.jit
+def add_shared_cols(
+    dqs, q_tiles, do_tiles, k_bases, v_bases, ks, vs, lses, lows, deltas, exist, i0, t0, t1, len_q, len_k, qk_scale,
+    bias, bias_strides, dbias, dbias_strides, partial, has_low: tl.constexpr, ENTRIES: tl.constexpr,
+    LATER: tl.constexpr, LAST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What the keys of tiles t0 .. t1 add to dQ of each entry, and dbias of these tiles: the sum over the entries.
+
+    partial: a sum of earlier entries with LATER, and where to leave it without LAST; tile by tile.
+    """
+    i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    ahead = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if LATER:  # loaded a tile ahead, as nothing else waits for it
+        ahead = tl.load(partial + offset64(t0, BLOCK_M * BLOCK_N) + own, mask=t0 < t1, other=0.0)
+    for t in tl.range(t0, t1):
+        j0 = t * BLOCK_N
+        j = j0 + tl.arange(0, BLOCK_N)[None, :]
+        add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
+        total = ahead
+        if LATER:
+            ahead = tl.load(partial + offset64(t + 1, BLOCK_M * BLOCK_N) + own, mask=t + 1 < t1, other=0.0)
+        sums: tl.tuple = ()
+        for n in tl.static_range(ENTRIES):
+            k = load_tile(k_bases[n], j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
+            v = load_tile(v_bases[n], j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
+            s = dot(q_tiles[n], tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
+            dp = dot(do_tiles[n], tl.trans(v), None, UPCAST, PRECISION)  # (M, N)
+            keep = j < len_k if MASKED else None
+            _, ds, _, _ = grad_scores(
+                s, dp, i, j, i0, j0, lses[n][:, None], lows[n][:, None], deltas[n][:, None], None, keep, len_q, len_k,
+                qk_scale, 0.0, add, None, 1.0, has_low, UNIT, False, MASKED,
+            )  # fmt: skip
+            total += tl.where(exist[n], ds, 0.0)
+            sums += (dot(ds.to(k.dtype), k, dqs[n], UPCAST, PRECISION),)
+        dqs = sums
+        if LAST:
+            inside = (i < len_q) & (j < len_k) if MASKED else None
+            to = pair_ptrs(dbias, i, j, i0, j0, dbias_strides, WIDE)
+            tl.store(to, total.to(dbias.dtype.element_ty), mask=inside)
+        else:
+            tl.store(partial + offset64(t, BLOCK_M * BLOCK_N) + own, total)
+    return dqs
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "first_tile", "first_entry", "times", "n_b", "n_h"])
+def dq_dbias_kernel(
+    q, k, v, do, lse, low, delta, dq, dbias, partial, odd, qs, ks, vs, dos, dqs, stats, len_q, len_k, tiles, first_tile,
+    first_entry, times, heads, group, scale, qk_scale, bias, bias_strides, dbias_strides, n_b, n_h,
+    ENTRIES: tl.constexpr, LATER: tl.constexpr, LAST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program a query tile of a bias (n_b, n_h, len_q, len_k) without broadcast rows or columns: dQ of so many of
+    the (b, h) that share it, side by side, and what they add to dbias. odd (b, h, tile): as in ``dq_kernel``."""
+    vs, dos = like(vs, ks), like(dos, qs)
+    pid = tl.program_id(0)
+    slot, tile = (first_tile + pid) // tiles, (first_tile + pid) % tiles
+    b0, h0 = slot // n_h, slot % n_h
+    i0 = tile * BLOCK_M
+    bias += offset64(b0, bias_strides[0]) + offset64(h0, bias_strides[1])
+    dbias += offset64(b0, dbias_strides[0]) + offset64(h0, dbias_strides[1])
+    if partial is not None:
+        partial += offset64(pid, BLOCK_M * BLOCK_N) * tl.cdiv(len_k, BLOCK_N)
+    none: tl.tuple = ()
+    accs, q_tiles, do_tiles, k_bases, v_bases, exist = none, none, none, none, none, none
+    lses, lows, deltas = none, none, none
+    for n in tl.static_range(ENTRIES):
+        b, h = shared_entry(first_entry + n, b0, h0, n_b, n_h, heads, times)
+        k_bases += (head_base(k, ks, b, h // group, 0),)
+        v_bases += (head_base(v, vs, b, h // group, 0),)
+        at = offset64(b, stats[0]) + offset64(h, stats[1])
+        row_lse, row_low = lse_rows(lse, low, at, i0, len_q, BLOCK_M, UNIT, True)
+        lses += (row_lse,)
+        lows += (row_low,)
+        deltas += (load_stat(delta, at, i0, len_q, BLOCK_M, True),)
+        q_tiles += (load_tile(head_base(q, qs, b, h, 0), i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE),)
+        do_tiles += (load_tile(head_base(do, dos, b, h, 0), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE),)
+        accs += (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
+        exist += (first_entry + n < times,)
+    n_all = tl.cdiv(len_k, BLOCK_N)
+    n_full = tl.where(i0 + BLOCK_M <= len_q, len_k // BLOCK_N, 0)
+    accs = add_shared_cols(
+        accs, q_tiles, do_tiles, k_bases, v_bases, ks, vs, lses, lows, deltas, exist, i0, 0, n_full, len_q, len_k,
+        qk_scale, bias, bias_strides, dbias, dbias_strides, partial, low is not None, ENTRIES, LATER, LAST, D, DV,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, WIDE, UPCAST, PRECISION, False,
+    )  # fmt: skip
+    accs = add_shared_cols(
+        accs, q_tiles, do_tiles, k_bases, v_bases, ks, vs, lses, lows, deltas, exist, i0, n_full, n_all, len_q, len_k,
+        qk_scale, bias, bias_strides, dbias, dbias_strides, partial, low is not None, ENTRIES, LATER, LAST, D, DV,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, WIDE, UPCAST, PRECISION, True,
+    )  # fmt: skip
+    for n in tl.static_range(ENTRIES):  # an entry beyond the end is the last again, with the same dQ
+        b, h = shared_entry(first_entry + n, b0, h0, n_b, n_h, heads, times)
+        x = scaled(accs[n], scale)
+        store_tile(head_base(dq, dqs, b, h, 0), i0, len_q, dqs, x, BLOCK_M, D, BLOCK_D, WIDE)
+        found = any_odd(odd_rows(accs[n]), i0 + tl.arange(0, BLOCK_M) < len_q)
+        tl.store(odd + (b * heads + h) * tiles + tile, found)
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "tiles", "times", "n_b", "n_h"])
+def dbias_careful_kernel(
+    q, k, v, do, lse, low, delta, dbias, odd, qs, ks, vs, dos, stats, len_q, len_k, tiles, times, heads, group,
+    qk_scale, bias, bias_strides, dbias_strides, n_b, n_h, TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dbias of the query tiles of ``dq_dbias_kernel`` that came out odd in an entry, a program each."""
+    vs, dos = like(vs, ks), like(dos, qs)
+    slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    b0, h0 = slot // n_h, slot % n_h
+    found = 0
+    for n in tl.range(0, times, num_stages=1):
+        b, h = shared_entry(n, b0, h0, n_b, n_h, heads, times)
+        found = tl.maximum(found, tl.load(odd + (b * heads + h) * tiles + tile).to(tl.int32))
+    if found > 0:
+        bias += offset64(b0, bias_strides[0]) + offset64(h0, bias_strides[1])
+        dbias += offset64(b0, dbias_strides[0]) + offset64(h0, dbias_strides[1])
+        for i0 in tl.range(tile * TILE, tl.minimum((tile + 1) * TILE, len_q), BLOCK_M, num_stages=1):
+            for j0 in tl.range(0, len_k, BLOCK_N, num_stages=1):
+                i = i0 + tl.arange(0, BLOCK_M)[:, None]
+                j = j0 + tl.arange(0, BLOCK_N)[None, :]
+                total = masked_bias_grad(
+                    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, None, None, len_q, len_k, b0, h0, n_b, n_h,
+                    heads, group, times, i0, j0, qk_scale, 0.0,
+                    load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, True, WIDE), None, 0, 1.0, None, None, D,
+                    DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, False, WIDE, UPCAST, PRECISION,
+                )  # fmt: skip
+                to = pair_ptrs(dbias, i, j, i0, j0, dbias_strides, WIDE)
+                tl.store(to, total.to(dbias.dtype.element_ty), mask=(i < len_q) & (j < len_k))
+
+
 # --- once more, carefully --------------------------------------------------------------------------
 
 
@@ -618,97 +875,3 @@ def backward_careful_kernel(
                         REACH_Q, D, DV, DKDV_M, DKDV_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
                         False, True,
                     )  # fmt: skip
-
-
-# --- the gradient of a broadcast bias --------------------------------------------------------------
-
-
-@triton.jit
-def bias_grad(
-    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h, kv_head, heads, i, j,
-    i0, j0, keep, qk_scale, cap, bias, rng, threshold, survivor_weight,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """What a tile of the pairs of (b, h) adds to dbias: dS before the softcap, (M, N)."""
-    q_tile = load_tile(head_base(q, qs, b, h, first_q), i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
-    k_tile = load_tile(head_base(k, ks, b, kv_head, first_k), j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
-    s = dot(q_tile, tl.trans(k_tile), None, UPCAST, PRECISION)
-    do_tile = load_tile(head_base(do, dos, b, h, first_q), i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
-    v_tile = load_tile(head_base(v, vs, b, kv_head, first_k), j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
-    dp = dot(do_tile, tl.trans(v_tile), None, UPCAST, PRECISION)
-    at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
-    row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
-    alive = None
-    if rng is not None:
-        alive = survives(rng, threshold, b * heads + h, i0, j0, BLOCK_M, BLOCK_N)
-    _, ds, _, _ = grad_scores(
-        s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
-        qk_scale, cap, bias, None, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
-    )  # fmt: skip
-    return ds
-
-
-@triton.jit(do_not_specialize=["len_q", "len_k", "max_q", "max_k", "rows", "cols", "batch", "n_b", "n_h"])
-def dbias_kernel(
-    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, cu_q, cu_k, max_q, max_k, rows, cols, heads, group, batch,
-    qk_scale, cap, bias, bias_strides, dbias, n_b, n_h, rng, threshold, survivor_weight, m,
-    KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
-):  # fmt: skip
-    """A tile of dbias (n_b, n_h, max_q or rows, max_k or cols): summed over the batch and heads that share it, and
-    over the tile's rows or columns where those are broadcast; the rest of that sum is PyTorch's."""
-    vs, dos = like(vs, ks), like(dos, qs)
-    pid = tl.program_id(0)
-    col, row, slot = pid % cols, (pid // cols) % rows, pid // cols // rows
-    b0, h0 = slot // n_h, slot % n_h
-    i0, j0 = row * BLOCK_M, col * BLOCK_N
-    i = i0 + tl.arange(0, BLOCK_M)[:, None]
-    j = j0 + tl.arange(0, BLOCK_N)[None, :]
-    base = bias + offset64(b0, bias_strides[0]) + offset64(h0, bias_strides[1])  # strides are 0 where it is shared
-    add = load_bias(base, i, j, i0, j0, max_q, max_k, bias_strides, True, WIDE)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    times = (batch // n_b) * (heads // n_h)
-    odd = 1
-    # Without masks, where all pairs exist: what a bias of -inf hides is 0, unless it is not a number. Then, once more.
-    if KEEP is None and cu_q is None:  # noqa: SIM102 - the outer one is decided when compiling
-        if (i0 + BLOCK_M <= max_q) & (j0 + BLOCK_N <= max_k):
-            for n in tl.range(0, times):
-                b = tl.where(n_b == 1, n // (heads // n_h), b0)
-                h = tl.where(n_h == 1, n % (heads // n_h), h0)
-                acc += bias_grad(
-                    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, 0, 0, max_q, max_k, b, h, h // group, heads,
-                    i, j, i0, j0, None, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV, BLOCK_M, BLOCK_N,
-                    BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
-                )  # fmt: skip
-            odd = any_odd(odd_rows(acc), tl.arange(0, BLOCK_M) >= 0)
-    if odd > 0:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for n in tl.range(0, times):
-            b = tl.where(n_b == 1, n // (heads // n_h), b0)
-            h = tl.where(n_h == 1, n % (heads // n_h), h0)
-            first_q, len_q = sequence(b, cu_q, max_q)
-            first_k, len_k = sequence(b, cu_k, max_k)
-            keep = kept(b, h, i, j, (i < len_q) & (j < len_k), len_q, len_k, m, KEEP)
-            # Under a condition nothing is loaded ahead, for which there are no registers at D = 256.
-            if (KEEP is None and BLOCK_D <= 128) or tl.max(tl.max(tl.where(keep, 1, 0), 1), 0) > 0:
-                acc += bias_grad(
-                    q, k, v, do, lse, low, delta, qs, ks, vs, dos, stats, first_q, first_k, len_q, len_k, b, h,
-                    h // group, heads, i, j, i0, j0, keep, qk_scale, cap, add, rng, threshold, survivor_weight, D, DV,
-                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
-                )  # fmt: skip
-    if SUM_ROWS and SUM_COLS:
-        tl.store(dbias + pid, tl.sum(tl.sum(acc, 1), 0))
-    elif SUM_ROWS:
-        x = j0 + tl.arange(0, BLOCK_N)
-        at = (offset64(slot, rows) + row) * max_k + x
-        tl.store(dbias + at, tl.sum(acc, 0), mask=x < max_k)
-    elif SUM_COLS:
-        x = i0 + tl.arange(0, BLOCK_M)
-        at = (offset64(slot, max_q) + x) * cols + col
-        tl.store(dbias + at, tl.sum(acc, 1), mask=x < max_q)
-    else:
-        at = (offset64(slot, max_q) + i) * max_k + j
-        tl.store(dbias + at, acc.to(dbias.dtype.element_ty), mask=(i < max_q) & (j < max_k))

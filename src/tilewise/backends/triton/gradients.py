@@ -10,8 +10,15 @@ from torch import Tensor
 
 from ...dispatch import Grads, Saved
 from ...request import Request
-from .backward import backward_careful_kernel, dbias_kernel, dkdv_kernel, dq_kernel
-from .config import CHUNK, DBIAS, DKDV, DQ
+from .backward import (
+    backward_careful_kernel,
+    dbias_careful_kernel,
+    dbias_kernel,
+    dkdv_kernel,
+    dq_dbias_kernel,
+    dq_kernel,
+)
+from .config import CHUNK, DBIAS, DKDV, DQ, Config, Together, together
 from .launch import NO_LISTS, Lists, Problem, decided_by, inputs, on_device
 from .repeat import Work, repeated
 
@@ -55,7 +62,7 @@ class _Backward:
             work.made(torch.empty_like(x), fresh) if name in needs else None
             for name, x in (("q", r.q), ("k", r.k), ("v", r.v))
         )
-        self.dbias: Tensor | None = None
+        self.dbias: Tensor | None = None  # of a bias that nothing shares
         self.dalibi: Tensor | None = None
         self.dsinks: Tensor | None = None
         self.odd_q: Tensor | None = None
@@ -63,25 +70,50 @@ class _Backward:
         self.lists_q: Lists = NO_LISTS
         self.lists_k: Lists = NO_LISTS
         self.stats = self.p.stat_strides(self.lse)
+        self.of_dq: Config = self.p.config(DQ)  # how the tiles of dQ are cut
 
     def run(self) -> Buffers:
         r, needs = self.r, self.needs
         if "bias" in needs and r.bias is not None and not self._bias_is_shared():
             self.dbias = self.work.made(torch.empty_like(r.bias), 0.0)
+        shared: Tensor | None = None
+        both = self._together()
         if r.batch * r.heads and r.len_q and needs:
-            self._dq()
+            self._dq(None if both else self.dq)
+            if both:
+                shared = self._dq_dbias(both)
             if needs & {"k", "v"} and r.len_k:
                 self._dkdv()
             if self.odd_q is not None or self.odd_k is not None:
                 self._careful()
-        if "bias" in needs and r.bias is not None and self._bias_is_shared():
-            self.dbias = self._shared_bias(r.bias)
-        return Buffers(self.dq, self.dk, self.dv, self.dbias, self.dalibi, self.dsinks)
+        if "bias" in needs and r.bias is not None and self.dbias is None and shared is None:
+            shared = self._shared_bias(r.bias)
+        return Buffers(self.dq, self.dk, self.dv, self.dbias if shared is None else shared, self.dalibi, self.dsinks)
 
     def _bias_is_shared(self) -> bool:
         r = self.r
         assert r.bias is not None
         return tuple(r.bias.shape) != (r.batch, r.heads, r.len_q, r.len_k)
+
+    def _sharing(self) -> tuple[int, int, int]:
+        """Batch size and heads of the bias, and how many (b, h) share each of its matrices."""
+        r = self.r
+        assert r.bias is not None
+        n_b, n_h = r.bias.shape[:2]
+        return n_b, n_h, (r.batch // max(n_b, 1)) * (r.heads // max(n_h, 1))
+
+    def _together(self) -> Together | None:
+        """How dQ and the gradient of the bias are one kernel's, where they are."""
+        r, p = self.r, self.p
+        if self.dq is None or "bias" not in self.needs or r.bias is None or not self._bias_is_shared():
+            return None
+        if r.bias.shape[2:] != (r.len_q, r.len_k):
+            return None
+        others = (r.mask, r.alibi, r.softcap, r.ragged)
+        if r.dropout_p > 0 or any(x is not None for x in others) or r.len_k == 0:
+            return None
+        n_b, n_h, entries = self._sharing()
+        return together(p.block_d, p.block_dv, p.half, entries, n_b * n_h * -(-r.len_q // 128), p.gpu)
 
     # --- launches
 
@@ -126,22 +158,21 @@ class _Backward:
         grad = dbias, (0, 0, 0, 0) if dbias is None else dbias.stride()
         return r.scale, p.qk_scale, p.cap, *p.bias_args(), *grad, *p.alibi_args()
 
-    def _dq(self) -> None:
+    def _dq(self, dq: Tensor | None) -> None:
         """With delta: this kernel is launched, and first, whatever is needed."""
-        r, p = self.r, self.p
-        cfg = p.config(DQ)
+        r, p, cfg = self.r, self.p, self.of_dq
         tiles, pairs = -(-r.len_q // cfg.block_m), r.batch * r.heads
         self.dalibi = self._partial(tiles) if "alibi" in self.needs else None
         self.dsinks = self._partial(tiles) if "sinks" in self.needs else None
-        wanted = self.dq is not None or self.dalibi is not None or self.dbias is not None
+        wanted = dq is not None or self.dalibi is not None or self.dbias is not None
         if wanted:
             self.lists_q = p.lists(self.work, cfg)
-        self.odd_q = self._flags(tiles * pairs) if self.dq is not None else None
+        self.odd_q = self._flags(tiles * pairs) if dq is not None else None
         dlse = self.dlse
         dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.ragged else dlse.stride()
         args = (
-            *self._inputs(), self.out, dlse, self.delta, self.dq, self.odd_q, *self._input_strides(),
-            p.strides(self.out), dlse_strides, *self._strides(self.dq), *self._sizes(), tiles, r.heads, r.group, pairs,
+            *self._inputs(), self.out, dlse, self.delta, dq, self.odd_q, *self._input_strides(),
+            p.strides(self.out), dlse_strides, *self._strides(dq), *self._sizes(), tiles, r.heads, r.group, pairs,
             min(p.section(), pairs), *self._changes(), self.dalibi, None if self.dsinks is None else r.sinks,
             self.dsinks, *p.dropout_args(), *self.lists_q,
         )  # fmt: skip
@@ -149,6 +180,46 @@ class _Backward:
             dq_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_k, REVERSE=p.mask.longest_first,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), **cfg.options(),
         )  # fmt: skip
+
+    def _dq_dbias(self, both: Together) -> Tensor:
+        """Launch after launch: entries that follow others add to what those left in scratch memory."""
+        r, p, cfg = self.r, self.p, both.config
+        assert r.bias is not None
+        n_b, n_h, entries = self._sharing()
+        tiles = -(-r.len_q // cfg.block_m)
+        programs = n_b * n_h * tiles
+        self.of_dq = cfg
+        self.odd_q = self._flags(tiles * r.batch * r.heads)
+        dbias = self.work.made(torch.empty(r.bias.shape, dtype=r.bias.dtype, device=r.device))
+        at_once, partial = programs, None
+        if entries > both.entries:
+            at_once = min(programs, both.programs)
+            size = at_once * cfg.block_m * -(-r.len_k // cfg.block_n) * cfg.block_n
+            partial = self.work.made(torch.empty(size, dtype=torch.float32, device=r.device))
+        inputs, strides, (bias, bias_strides) = (*self._inputs(), self.delta), self._input_strides(), p.bias_args()
+        sums = bias_strides, dbias.stride(), n_b, n_h
+        constants = {n: x for n, x in self._constants().items() if n not in ("KEEP", "SOFTCAP")}
+        for first in range(0, programs, at_once):
+            for entry in range(0, entries, both.entries):
+                args = (
+                    *inputs, self.dq, dbias, partial, self.odd_q, *strides, *self._strides(self.dq), self.stats,
+                    r.len_q, r.len_k, tiles, first, entry, entries, r.heads, r.group, r.scale, p.qk_scale, bias, *sums,
+                )  # fmt: skip
+                self.work.launch(
+                    dq_dbias_kernel, min(at_once, programs - first), args, ENTRIES=both.entries, LATER=entry > 0,
+                    LAST=entry + both.entries >= entries, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, **constants,
+                    **cfg.options(),
+                )  # fmt: skip
+        args = (
+            *inputs, dbias, self.odd_q, *strides, self.stats, r.len_q, r.len_k, tiles, entries, r.heads, r.group,
+            p.qk_scale, bias, *sums,
+        )  # fmt: skip
+        rest = p.config(DBIAS)
+        self.work.launch(
+            dbias_careful_kernel, programs, args, TILE=cfg.block_m, BLOCK_M=rest.block_m, BLOCK_N=rest.block_n,
+            **constants, num_warps=rest.num_warps,
+        )  # fmt: skip
+        return dbias
 
     def _dkdv(self) -> None:
         r, p = self.r, self.p
@@ -170,7 +241,7 @@ class _Backward:
 
     def _careful(self) -> None:
         r, p = self.r, self.p
-        dq, dkdv = p.config(DQ), p.config(DKDV)
+        dq, dkdv = self.of_dq, p.config(DKDV)
         totals = tuple(0 if x is None else x.numel() for x in (self.odd_q, self.odd_k))
         args = (
             *self._inputs(), self.delta, self.dq, self.dk, self.dv, self.odd_q, self.odd_k, *self._input_strides(),
@@ -189,7 +260,7 @@ class _Backward:
         r, p = self.r, self.p
         cfg = p.config(DBIAS)
         rows, cols = -(-r.len_q // cfg.block_m), -(-r.len_k // cfg.block_n)
-        n_b, n_h = bias.shape[:2]
+        n_b, n_h, _ = self._sharing()
         sum_rows, sum_cols = (bias.shape[d] == 1 and n != 1 for d, n in ((2, r.len_q), (3, r.len_k)))
         shape = (n_b, n_h, rows if sum_rows else r.len_q, cols if sum_cols else r.len_k)
         if 0 in (rows, cols, n_b, r.batch):
