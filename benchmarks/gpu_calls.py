@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -37,20 +39,30 @@ class Repeatable:
     call: Callable[..., Tensor]  # of the tensors, and backend=
     tensors: tuple[Tensor, ...]
     dout: Tensor
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def run(self, backend: str) -> list[Tensor]:
         """The output and the gradients of all tensors."""
-        out = self.call(*self.tensors, backend=backend)
-        return [out.detach(), *torch.autograd.grad(out, self.tensors, self.dout)]
+        with self.within():
+            out = self.call(*self.tensors, backend=backend)
+            return [out.detach(), *torch.autograd.grad(out, self.tensors, self.dout)]
 
     def to(self, dtype: torch.dtype) -> Repeatable:
         leaves = tuple(x.detach().to(dtype).requires_grad_() for x in self.tensors)
-        return Repeatable(self.call, leaves, self.dout.to(dtype))
+        return replace(self, tensors=leaves, dout=self.dout.to(dtype))
+
+
+def by_few_programs() -> AbstractContextManager[Any]:
+    """The gradient of a shared bias beside dQ, which few queries would not have: no GPU would be full."""
+    from tilewise.backends.triton import config
+
+    few = {d: tuple(replace(x, programs=3) for x in rows) for d, rows in config.SHARED.items()}
+    return mock.patch.object(config, "SHARED", few)
 
 
 REPEATABLE = (
     "causal", "window, softcap, sinks", "documents", "padding", "dense mask", "predicate", "alibi", "shared bias",
-    "own bias", "dropout", "ragged",
+    "own bias", "bias of all", "dropout", "ragged",
 )  # fmt: skip
 
 
@@ -89,6 +101,9 @@ def repeatable(name: str, device: Device, length: int, dtype: torch.dtype = torc
     elif name in ("shared bias", "own bias"):
         extra = (randn(1 if name == "shared bias" else 2, 4, length, length),)
         call = partial(with_extra, names=("bias",), mask=causal)
+    elif name == "bias of all":
+        bias = randn(1, 1, length, length)
+        return Repeatable(partial(with_extra, names=("bias",)), (q, k, v, bias), dout, by_few_programs)
     elif name == "dropout":
         call = partial(tilewise.attention, mask=causal, dropout_p=0.2)
     elif name != "causal":

@@ -192,12 +192,13 @@ def asynchronous(backend: str, device: Device, case: str, length: int = 500) -> 
 # --- the judge at real sizes ----------------------------------------------------------------------
 
 
-FEATURES = ("causal", "window", "documents", "alibi", "softcap", "bias", "dropout")
+FEATURES = ("causal", "window", "documents", "alibi", "softcap", "bias", "shared-bias", "dropout")
 
 
 def real(m: Maker, feature: str, length: int, dim: int) -> Call:
-    """B = 1, two query heads on one key head; causal but for the bias."""
-    t = qkv(m, 1, 2, length, length, dim, kv=1)
+    """B = 1 and two query heads on one key head; B = 3 and eight for a bias that is shared. Causal but for a bias."""
+    batch, heads = (3, 8) if feature == "shared-bias" else (1, 2)
+    t = qkv(m, batch, heads, length, length, dim, kv=heads // 2)
     options: dict[str, Any] = {"mask": masks.causal()}
     if feature == "window":
         options["mask"] = masks.causal() & masks.window(length // 8, 0)
@@ -211,6 +212,9 @@ def real(m: Maker, feature: str, length: int, dim: int) -> Call:
     elif feature == "bias":
         options = {}
         t["bias"] = m.randn(1, 2 if length <= 4096 else 1, length, length)
+    elif feature == "shared-bias":
+        options = {}
+        t["bias"] = m.randn(1, heads, length, length)
     elif feature == "dropout":
         options |= {"dropout_p": 0.1, "seed": 7}
     return Call(t, options)
@@ -219,7 +223,7 @@ def real(m: Maker, feature: str, length: int, dim: int) -> Call:
 def real_sizes(backend: str, device: Device, case: str, lengths: tuple[int, ...] = (1024, 4096, 16384)) -> str:
     """The judge, all rows, forward and every gradient. case: feature, head dim, dtype."""
     feature, dim, dtype = case.split()
-    if feature == "bias" and case != "bias 64 bfloat16":  # one L x L tensor of 16k is enough at a time
+    if "bias" in feature and case != "bias 64 bfloat16":  # one L x L tensor of 16k is enough at a time
         lengths = tuple(n for n in lengths if n <= 4096)
     verdicts = []
     for n in lengths:
@@ -498,7 +502,7 @@ ONLY: dict[str, frozenset[str]] = {
     })
 }  # fmt: skip
 
-SMALL = ("causal", "documents", "shared bias", "own bias")  # forward, delta, dkdv, dq, dbias, and the lists
+SMALL = ("causal", "documents", "shared bias", "own bias", "bias of all")  # of every kernel
 
 
 def _takes(backend: str, case: str) -> bool:

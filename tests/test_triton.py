@@ -24,6 +24,7 @@ from tilewise import attention, dispatch, masks  # noqa: E402
 from tilewise.backends import triton as backend  # noqa: E402
 from tilewise.backends.triton import config  # noqa: E402
 from tilewise.backends.triton.primitives import survives  # noqa: E402
+from tilewise.backends.triton.repeat import Work  # noqa: E402
 from tilewise.masks import Patch  # noqa: E402
 from tilewise.philox import dropout_keep, threshold  # noqa: E402
 from tilewise.request import alibi  # noqa: E402
@@ -329,6 +330,36 @@ def test_a_bias_read_as_pairs_is_the_bias(monkeypatch):
     for x, y in zip(run(q, k, v, bias=odd), run(q, k, v, bias=even), strict=True):
         assert torch.equal(x, y)
     assert read == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 4), (3, 1), (1, 1)])
+def test_the_gradient_of_a_bias_that_is_shared(shape, dtype, tiles, monkeypatch):
+    """Beside dQ, entries two at a time and programs three; a hidden key that is not a number changes no bit of it."""
+    launched, launch = [], Work.launch
+    monkeypatch.setattr(
+        Work, "launch", lambda self, fn, *args, **kw: launched.append(fn.__name__) or launch(self, fn, *args, **kw)
+    )
+    tiles(16, 16)
+    q, k, v = qkv(3, 4, 40, 50, dtype=dtype)
+    k, v = k[:, ::2], v[:, ::2]
+    bias = torch.randn(*shape, 40, 50).index_fill(3, torch.tensor([7]), -float("inf")).to(dtype)
+
+    def grads(k, v, backend="triton", dtype=dtype):
+        tensors = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, bias)]
+        out = attention(*tensors[:3], bias=tensors[3], backend=backend)
+        return out, *torch.autograd.grad(out.double().square().sum(), tensors)
+
+    mine, exact = ([x.detach() for x in found] for found in (grads(k, v), grads(k, v, "dense", torch.float64)))
+    assert {"dq_dbias_kernel", "dbias_careful_kernel"} <= set(launched)
+    assert "dbias_kernel" not in launched
+    tol = 1e-5 if dtype == torch.float32 else 4e-3
+    for a, b in zip(mine, exact, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=tol * float(b.abs().max()), rtol=tol)
+    bad_k, bad_v = (x.index_fill(2, torch.tensor([7]), bad) for x, bad in ((k, float("nan")), (v, float("inf"))))
+    for a, b in zip(mine, grads(bad_k, bad_v), strict=True):
+        assert torch.equal(a, b)
 
 
 CHANGES = {

@@ -22,7 +22,7 @@ from tilewise import masks
 from tilewise.backends.triton import aot, config
 from tilewise.request import Request
 
-FAST = ("forward_kernel", "dkdv_kernel", "dq_kernel", "dbias_kernel")  # whose code is read
+FAST = ("forward_kernel", "dkdv_kernel", "dq_kernel", "dbias_kernel", "dq_dbias_kernel")  # whose code is read
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}  # bytes that a program may have
 B, H, L = 2, 8, 1024
 
@@ -40,7 +40,8 @@ for _d in (64, 128):
     for _target in ("sm_80", "sm_90"):
         CASES[_target, "bfloat16", _d] += ["documents", "lists", "shared_bias forward_kernel"]
         CASES[_target, "bfloat16", _d] += ["alibi", "softcap", "dropout", "own_bias"]
-    CASES["sm_90", "bfloat16", _d] += ["ranges"]
+    CASES["sm_90", "bfloat16", _d] += ["ranges", "shared_by_2 dq_dbias_kernel", "shared_by_9 dq_dbias_kernel"]
+    CASES["sm_90", "bfloat16", _d] += ["shared_by_9 dbias_careful_kernel"]
 CASES["sm_90", "bfloat16", 256] += ["alibi", "softcap"]
 for _d in (16, 96):  # 96 is padded inside the kernels
     CASES["sm_90", "bfloat16", _d] = ["causal"]
@@ -52,7 +53,8 @@ def make(*shape, dtype):
 
 def request(dtype, d, features):
     """No mask; the ranges of tiles of a window and others; lists of tiles; everything at once; changes of the scores
-    alone, as the tables tell them apart; a bias whose gradient is summed."""
+    alone, as the tables tell them apart; a bias whose gradient is summed, of programs enough to do so beside dQ."""
+    long = 33 * L // 8
     given = {
         "plain": lambda: {},
         "causal": lambda: {"mask": masks.causal() & masks.window(300, 0)},
@@ -77,8 +79,11 @@ def request(dtype, d, features):
         "dropout": lambda: {"mask": masks.causal(), "dropout_p": 0.1, "rng": make(2, dtype=torch.int64)},
         "own_bias": lambda: {"bias": make(B, H, L, L, dtype=dtype)},
         "shared_bias": lambda: {"bias": make(1, H, L, L, dtype=dtype)},
+        "shared_by_2": lambda: {"bias": make(1, H, long, long, dtype=dtype)},
+        "shared_by_9": lambda: {"bias": make(1, H, long, long, dtype=dtype)},  # in two turns and more
     }[features]()
-    q, k, v = (make(B, heads, L, d, dtype=dtype) for heads in (H, H // 2, H // 2))
+    batch, length = (int(features[-1]), long) if features.startswith("shared_by") else (B, L)
+    q, k, v = (make(batch, heads, length, d, dtype=dtype) for heads in (H, H // 2, H // 2))
     return Request(q, k, v, d**-0.5, **given)
 
 
@@ -108,6 +113,9 @@ def test_the_cases_are_all_configurations(monkeypatch):
                     block_m, block_n, *options = c
                     wanted = (target, half, direction, block_m, block_n, *options)
                     assert wanted in launched
+    for rows in config.SHARED.values():
+        for row in rows:
+            assert ("sm_90", True, "dq_dbias", *astuple(row.config)) in launched
 
 
 def test_documents_without_keys_compile():

@@ -265,13 +265,13 @@ class Together:
 
     entries: int
     config: Config
-    programs: int = 132
+    programs: int = 128
 
 
 # S and dP are not computed again for the gradient of the bias, and a tile of it is loaded and stored once. H200, bf16,
 # L = 4096, four batch entries: D = 64 3.1 ms in place of 5.3 for dQ's kernel and dbias', D = 128 3.2 in place of 4.1.
 # 16 keys leave room for three stages, without which it takes 30 % more, and nothing spills; 32 do not at D = 128.
-_SHARED: dict[int, tuple[Together, ...]] = {  # by the most channels; the first with as many entries, or the last
+SHARED: dict[int, tuple[Together, ...]] = {  # by the most channels; the first with as many entries, or the last
     64: (Together(2, Config(128, 32, 8, 5)), Together(4, Config(128, 16, 8, 3))),
     128: (Together(2, Config(128, 16, 8, 3)),),
 }
@@ -310,7 +310,7 @@ def together(d: int, dv: int, half: bool, entries: int, tiles: int, gpu: str) ->
         return None
     if gpu == INTERPRETER:
         return Together(2, _interpreted, 3)
-    rows = _SHARED.get(max(d, dv, 64), ()) if gpu == SM90 and half else ()
+    rows = SHARED.get(max(d, dv, 64), ()) if gpu == SM90 and half else ()
     for x in rows:
         if entries <= x.entries or x is rows[-1]:
             turns = 1 if entries <= x.entries else 2

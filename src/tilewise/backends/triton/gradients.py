@@ -217,7 +217,7 @@ class _Backward:
         rest = p.config(DBIAS)
         self.work.launch(
             dbias_careful_kernel, programs, args, TILE=cfg.block_m, BLOCK_M=rest.block_m, BLOCK_N=rest.block_n,
-            **constants, num_warps=rest.num_warps,
+            **constants, **rest.options(),
         )  # fmt: skip
         return dbias
 
