@@ -709,16 +709,14 @@ def add_shared_cols(
     """
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    ahead = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if LATER:  # loaded a tile ahead, as nothing else waits for it
-        ahead = tl.load(partial + offset64(t0, BLOCK_M * BLOCK_N) + own, mask=t0 < t1, other=0.0)
     for t in tl.range(t0, t1):
         j0 = t * BLOCK_N
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
-        total = ahead
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        before = total
         if LATER:
-            ahead = tl.load(partial + offset64(t + 1, BLOCK_M * BLOCK_N) + own, mask=t + 1 < t1, other=0.0)
+            before = tl.load(partial + offset64(t, BLOCK_M * BLOCK_N) + own)
         sums: tl.tuple = ()
         for n in tl.static_range(ENTRIES):
             k = load_tile(k_bases[n], j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
@@ -733,6 +731,7 @@ def add_shared_cols(
             total += tl.where(exist[n], ds, 0.0)
             sums += (dot(ds.to(k.dtype), k, dqs[n], UPCAST, PRECISION),)
         dqs = sums
+        total += before
         if LAST:
             inside = (i < len_q) & (j < len_k) if MASKED else None
             to = pair_ptrs(dbias, i, j, i0, j0, dbias_strides, WIDE)
