@@ -99,6 +99,7 @@ def test_the_cases_are_all_configurations(monkeypatch):
 
     def launch(fn, target, *args, **kw):
         size = tuple(kw.get(x) for x in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg"))
+        size = *size, kw.get("EVEN", False)
         launched.add((target, key[1] in ("bfloat16", "float16"), fn.__name__.removesuffix("_kernel"), *size))
 
     monkeypatch.setattr(aot, "compile_launch", launch)

@@ -661,8 +661,14 @@ def holders(mask: Mask | None) -> tuple[_Holder, ...]:
     """What a pending backward must keep alive."""
     if isinstance(mask, Predicate):
         return (mask.holder,)
-    inner = mask.terms if isinstance(mask, _Group) else (mask.term,) if isinstance(mask, Not) else ()
-    return tuple(x for t in inner for x in holders(t))
+    if isinstance(mask, Not):
+        return holders(mask.term)
+    if not isinstance(mask, _Group):
+        return ()
+    found: tuple[_Holder, ...] = ()
+    for t in mask.terms:  # no generator, as every call asks several times
+        found += holders(t)
+    return found
 
 
 # --- small helpers --------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from .primitives import (
     dot,
     edge,
     exp_scores,
+    first_masked,
     flagged,
     head_base,
     head_slope,
@@ -136,12 +137,12 @@ def add_rows(
     first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, survivor_weight, m,
     KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
-    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PAIRED: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr,
+    CAREFUL: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """What the queries of tiles t0 .. t1 add to dK and dV; odd becomes 1 if some that are kept are not finite.
 
-    Tiles are transposed, (N, M), as P^T and dS^T are needed.
+    TAIL: tiles may pass an end. Tiles are transposed, (N, M), as P^T and dS^T are needed.
     """
     j = j0 + tl.arange(0, BLOCK_N)[:, None]
     # A bias beyond whose edges nothing is read has addresses and masks of each element: too many to load ahead.
@@ -157,22 +158,22 @@ def add_rows(
                 add = load_bias_pairs(bias, i0, j0, bias_strides, BLOCK_M, BLOCK_N)
             else:
                 add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, False, WIDE)
-        q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, MASKED, WIDE)
+        q = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, TAIL, WIDE)
         # Before the products, or beside a bias after them: elsewhere it costs registers.
         if bias is None:
-            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
+            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, TAIL)
         s = dot(k, tl.trans(q), None, UPCAST, PRECISION)  # (N, M)
-        do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, MASKED, WIDE)
+        do = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, TAIL, WIDE)
         dp = s
         if NEED_DK:
             dp = dot(v, tl.trans(do), None, UPCAST, PRECISION)  # (N, M)
         if bias is not None:
-            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, MASKED)
+            row_lse, row_low, row_delta = row_stats(lse, low, delta, at, i0, len_q, BLOCK_M, UNIT, TAIL)
         alive = None
         if rng is not None:
             alive = tl.trans(survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N))
         inside = (tl.arange(0, BLOCK_M) < len_q - i0)[None, :]
-        keep = kept(b, h, i, j, inside, len_q, len_k, m, KEEP) if MASKED else None
+        keep = kept(b, h, i, j, inside, len_q, len_k, m, KEEP, TAIL) if MASKED else None
         if bias is not None and MASKED:
             add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, True, WIDE)
         if bias is not None and not MASKED and PAIRED:
@@ -265,18 +266,19 @@ def dkdv_tile(
     survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    EVEN: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """dK (N, D) and dV (N, Dv) of one tile of keys: the sum over the query heads that share it and their query tiles.
 
-    Returns whether one came out not finite.
+    EVEN: no tile passes an end, and the mask is cheap enough to be that of full tiles too; then one loop does, and a
+    second one does not wait for its first tiles. Returns whether one came out not finite.
     """
     NEED_DK: tl.constexpr = dk is not None
     NEED_DV: tl.constexpr = dv is not None
     j0 = tile * BLOCK_N
     k_base, v_base = head_base(k, ks, b, kv_head, first_k), head_base(v, vs, b, kv_head, first_k)
-    k_tile = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, True, WIDE)
-    v_tile = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, True, WIDE)
+    k_tile = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, not EVEN, WIDE)
+    v_tile = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, not EVEN, WIDE)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     odd = 0
@@ -294,20 +296,20 @@ def dkdv_tile(
             b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M,
             bias is not None,
         )  # fmt: skip
-        if not CAREFUL:
+        if not (CAREFUL or EVEN):
             acc_k, acc_v, odd = add_rows(
                 acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
                 0, n_full, lists, where, n_full, full, first, len_q, len_k,
                 qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, NEED_DK,
-                NEED_DV, PAIRED,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, False,
+                NEED_DK, NEED_DV, PAIRED,
             )  # fmt: skip
         acc_k, acc_v, odd = add_rows(
             acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
-            0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k,
+            0 if CAREFUL or EVEN else n_full, n_all, lists, where, n_full, full, first, len_q, len_k,
             qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
             edge(BLOCK_M, bias, 16), BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
-            CAREFUL, NEED_DK, NEED_DV, PAIRED,
+            not EVEN, CAREFUL, NEED_DK, NEED_DV, PAIRED,
         )  # fmt: skip
     found = 0
     if not CAREFUL and (KEEP is not None or bias is not None):
@@ -343,7 +345,7 @@ def dkdv_kernel(
     survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    PAIRED: tl.constexpr,
+    PAIRED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program a (key tile, key/value head, batch entry). odd (b, kv head, tile): which came out not finite."""
     vs, dos = like(vs, ks), like(dos, qs)
@@ -356,7 +358,7 @@ def dkdv_kernel(
         tile, kv_head, b, q, k, v, do, lse, low, delta, dk, dv, qs, ks, vs, dos, dks, dvs, stats, first_q, first_k,
         len_q, len_k, heads, group, scale, qk_scale, cap, bias, bias_strides, alibi, alibi_strides, rng, threshold,
         survivor_weight, lists, list_strides, m, KEEP, REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT,
-        SOFTCAP, WIDE, UPCAST, PRECISION, PAIRED, False,
+        SOFTCAP, WIDE, UPCAST, PRECISION, PAIRED, EVEN, False,
     )  # fmt: skip
     if odd is not None:
         tl.store(odd + (b * (heads // group) + kv_head) * tiles + tile, found)
@@ -377,7 +379,7 @@ def add_cols(
     """What the keys of tiles t0 .. t1 add to dQ and to the gradient of the slope; and their tiles of dbias."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     n: tl.constexpr = TILE // BLOCK_N
-    ahead = listed(t0, t1, lists, where)
+    ahead = first  # of a list
     for t in tl.range(t0 * n, t1 * n, num_stages=1 if CAREFUL else None):
         j0 = visited(t // n, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * TILE + t % n * BLOCK_N
         ahead = listed((t + 1) // n, t1, lists, where)
@@ -502,6 +504,7 @@ def dq_tile(
         )  # fmt: skip
     if dq is None and dbias is None and dalibi is None:
         return 0
+    edge_first = first if CAREFUL else first_masked(n_full, n_all, lists, where, first)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     da = tl.zeros([BLOCK_M], tl.float32)
     odd = 0
@@ -515,7 +518,7 @@ def dq_tile(
         )  # fmt: skip
     acc, da, odd = add_cols(
         acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
-        0 if CAREFUL else n_full, n_all, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias,
+        0 if CAREFUL else n_full, n_all, lists, where, n_full, full, edge_first, len_q, len_k, qk_scale, cap, bias,
         bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV,
         BLOCK_N, BLOCK_M, edge(BLOCK_N, bias, 32), BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
         CAREFUL, dq is not None, dalibi is not None,
@@ -872,5 +875,5 @@ def backward_careful_kernel(
                         stats, first_q, first_k, own_q, own_k, heads, group, scale, qk_scale, cap, bias, bias_strides,
                         alibi, alibi_strides, rng, threshold, survivor_weight, lists_k, list_strides_k, m, KEEP,
                         REACH_Q, D, DV, DKDV_M, DKDV_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION,
-                        False, True,
+                        False, False, True,
                     )  # fmt: skip

@@ -29,6 +29,7 @@ class Config:
 
     registers: of a thread, at most (NVIDIA): ptxas takes a few more than the loops need, and one program fewer fits an
     SM.
+    one_loop: dK/dV take all tiles of documents in one loop, as masked ones, where no tile passes an end.
     """
 
     block_m: int
@@ -36,6 +37,7 @@ class Config:
     num_warps: int
     num_stages: int
     registers: int | None = None
+    one_loop: bool = False
 
     def options(self) -> dict[str, Any]:
         """As Triton takes them."""
@@ -144,6 +146,8 @@ _SM90: dict[str, tuple[Row, ...]] = {
     # D = 64 the products a byte of q and dO that they have at D = 128. A window there: three programs an SM of 32
     # queries take 3 % less than two of 64. Documents of 256 tokens: 13 % less than two of 32. ALiBi: 12 % less; with
     # lists as well they spill.
+    # One loop there: 16 % less with documents of 256 tokens, as a second one waits for its first tiles again; 1 % more
+    # with 1024.
     # Beside ALiBi or a softcap at D = 128, 32 x 64 takes 26 and 31 % less than 32 x 128, which only with lists has to
     # be, as the other spills.
     # A bias, read as pairs: 32 x 128 takes as long as 32 x 64, which spills, at D = 128; at D = 64 64 x 64 takes 9 %
@@ -156,7 +160,7 @@ _SM90: dict[str, tuple[Row, ...]] = {
         ),
         row(
             128, Config(64, 128, 8, 3), Config(32, 64, 4, 4), Config(16, 64, 8, 1), window=Config(32, 64, 4, 3),
-            lists=Config(32, 64, 4, 3), light=Config(32, 64, 4, 3), light_lists=Config(32, 128, 8, 2),
+            lists=Config(32, 64, 4, 3, one_loop=True), light=Config(32, 64, 4, 3), light_lists=Config(32, 128, 8, 2),
             dropout=Config(16, 128, 8, 3), bias=Config(32, 128, 8, 3),
         ),
         row(256, Config(32, 64, 8, 2), Config(16, 64, 8, 3), Config(16, 32, 8, 1)),  # 64 keys would spill: mma.sync
@@ -318,11 +322,11 @@ def together(d: int, dv: int, half: bool, entries: int, tiles: int, gpu: str) ->
     return None
 
 
-_interpreted = Config(16, 16, 4, 1)  # enough tiles to prove the loops, few enough to be quick
+_interpreted = Config(16, 16, 4, 1, one_loop=True)  # enough tiles to prove the loops, few enough to be quick
 
 
 def interpret_in_tiles(block_m: int, block_n: int) -> None:
     """For tests: the tile that the interpreter uses."""
     global _interpreted
-    _interpreted = Config(block_m, block_n, 4, 1)
+    _interpreted = Config(block_m, block_n, 4, 1, one_loop=True)
     choose.cache_clear()

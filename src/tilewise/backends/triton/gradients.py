@@ -236,7 +236,8 @@ class _Backward:
         )  # fmt: skip
         self.work.launch(
             dkdv_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_q, BLOCK_M=cfg.block_m,
-            BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, PAIRED=p.paired(), **self._constants(), **cfg.options(),
+            BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, PAIRED=p.paired(), EVEN=p.even(cfg), **self._constants(),
+            **cfg.options(),
         )  # fmt: skip
 
     def _careful(self) -> None:

@@ -137,6 +137,12 @@ class Problem:
         n = max(1, _L2_BYTES // each) * r.group // group if self.mask.longest_first else 1
         return -(-n // r.batch) * r.batch if self.by_head else n
 
+    def even(self, cfg: Config) -> bool:
+        """Whether all tiles of a list are taken in one loop: masks that are cheap, and no tile that passes an end."""
+        r = self.r
+        cheap = self.mask.verdict is not None and not self.mask.by_pair and r.bias is None and not self.ragged
+        return cfg.one_loop and cheap and r.len_q % cfg.block_m == 0 and r.len_k % cfg.block_n == 0
+
     def lists(self, work: Work, cfg: Config, column: bool = False) -> Lists:
         """Tiles to visit for each tile of queries (``column``: of keys)."""
         if self.mask.verdict is None:

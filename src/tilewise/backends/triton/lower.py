@@ -171,7 +171,7 @@ def _write(mask: Mask, leaves: list[Arguments]) -> tuple[Text, bool, bool, bool,
     see more."""
     given = {id(x.leaf): x for x in leaves}
     lines: list[str] = []
-    keep = _function(f"keep(b, h, i, j, {_PARAMETERS})", lines, _kept(mask, given, lines))
+    keep = _function(f"keep(b, h, i, j, {_PARAMETERS}, TAIL: tl.constexpr)", lines, _kept(mask, given, lines))
     ranges = ["", ""]
     if _is_range(mask):
         for axis, name in ((1, "reach_k"), (0, "reach_q")):
@@ -228,7 +228,7 @@ def _length(leaf: Lengths, at: int) -> tuple[str, str]:
 def _kept(mask: Mask, given: dict[int, Arguments], lines: list[str]) -> str:
     """Which pairs exist and are attended. Bands and lengths that are &-ed are a range of keys for each query: computed
     once a row, it leaves an element two comparisons."""
-    lo, hi, rest = "", "tl.where(i < len_q, len_k, 0)", []
+    lo, hi, rest = "", "(tl.where(i < len_q, len_k, 0) if TAIL else len_k)", []
     for term in _factors(mask):
         at = given[id(term)].at if isinstance(term, Band | Lengths) else 0
         if isinstance(term, Band):
@@ -270,7 +270,7 @@ def _keep(mask: Mask, given: dict[int, Arguments]) -> str:
         return f"(({x} >= {lo}) & ({x} < {hi}))"
     if isinstance(mask, Documents):
         q, k = (
-            f"tl.load(m[{a}] + b * m[{a + 1}] + {x} * m[{a + 2}], mask={x} < {n}, other=0)"
+            f"load_number(m[{a}], {x}, {n}, b * m[{a + 1}], m[{a + 2}], TAIL)"
             for a, x, n in ((at, "i", "len_q"), (at + 3, "j", "len_k"))
         )
         return f"({q} == {k})"
@@ -414,7 +414,7 @@ def jit(source: str) -> Callable:
     import triton
     import triton.language as tl
 
-    from . import lists
+    from . import lists, primitives
 
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     file, name = f"<tilewise mask {digest}>", source[4 : source.index("(")]
@@ -422,7 +422,7 @@ def jit(source: str) -> Callable:
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     scope: dict[str, AnyType] = {
         "triton": triton, "tl": tl, "extremes": lists.extremes, "whole": lists.whole, "floordiv": lists.floordiv,
-        "mod": lists.mod, "__name__": "tilewise.backends.triton.generated",
+        "mod": lists.mod, "load_number": primitives.load_number, "__name__": "tilewise.backends.triton.generated",
     }  # fmt: skip
     exec(compile(source, file, "exec"), scope)
     return scope[name]

@@ -126,12 +126,13 @@ def visits(
 
     Returns (where, n_full, n_all, full, first): tile number t of n_all is ``visited(...)`` of these. The first n_full
     need no mask. From lists, which ``lists.py`` made, or from the arithmetic of ``REACH``. size: of the own
-    axis; length: of the other. INSIDE: none is full if this one reaches past the end, as in lists.
+    axis; length: of the other. INSIDE: none is full if this one reaches past the end, as in lists. Of a list, first is
+    its first tile, or what stands there if it has none: loaded beside the counts, not after them.
     """
     if lists is not None:
         row = offset64(b, list_strides[0]) + offset64(h, list_strides[1]) + offset64(tile, list_strides[2])
         n_full, n_partial = tl.load(lists + row), tl.load(lists + row + 1)
-        return row + 2, n_full, n_full + n_partial, 0, 0
+        return row + 2, n_full, n_full + n_partial, 0, tl.load(lists + row + 2)
     else:
         lo, hi, full_lo, full_hi = 0, length, 0, length
         if REACH is not None:
@@ -174,6 +175,15 @@ def listed(t, t1, lists, where):
         return tl.load(lists + where + t, mask=t < t1, other=0)
     else:
         return 0
+
+
+@triton.jit
+def first_masked(n_full, n_all, lists, where, first):
+    """The first tile of a list that is masked; without lists, first."""
+    if lists is not None:
+        return listed(n_full, n_all, lists, where)
+    else:
+        return first
 
 
 @triton.constexpr_function
@@ -323,12 +333,22 @@ def scores(
 
 
 @triton.jit
-def kept(b, h, i, j, inside, len_q, len_k, m, KEEP: tl.constexpr):
-    """Bool, broadcastable: which pairs of a masked tile are attended. inside: which exist, as far as that matters."""
+def kept(b, h, i, j, inside, len_q, len_k, m, KEEP: tl.constexpr, TAIL: tl.constexpr = True):
+    """Bool, broadcastable: which pairs of a masked tile are attended. inside: which exist, as far as that matters.
+    Without TAIL all do."""
     if KEEP is not None:
-        return KEEP(b, h, i, j, len_q, len_k, m)
+        return KEEP(b, h, i, j, len_q, len_k, m, TAIL)
     else:
         return inside
+
+
+@triton.jit
+def load_number(x, at, length, batch_offset, stride, TAIL: tl.constexpr):
+    """The numbers of documents at these positions, 0 beyond the last."""
+    if TAIL:
+        return tl.load(x + batch_offset + at * stride, mask=at < length, other=0)
+    else:
+        return tl.load(x + batch_offset + at * stride)
 
 
 @triton.jit

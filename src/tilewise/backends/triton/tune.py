@@ -108,7 +108,7 @@ def _fastest(key: Class, run: Callable[[], Results], results: Results, timer: Ti
 
 def neighbours(c: Config) -> list[Config]:
     """Configurations that differ in one number, half or double of it, or in one stage."""
-    changes = [{"block_m": m} for m in (c.block_m // 2, c.block_m * 2) if 16 <= m <= 256]
+    changes: list[dict[str, Any]] = [{"block_m": m} for m in (c.block_m // 2, c.block_m * 2) if 16 <= m <= 256]
     changes += [{"block_n": n} for n in (c.block_n // 2, c.block_n * 2) if 16 <= n <= 256]
     changes += [{"num_warps": w} for w in (4, 8) if w != c.num_warps]
     changes += [{"num_stages": s} for s in (c.num_stages - 1, c.num_stages + 1) if 1 <= s <= 4]
