@@ -1,5 +1,6 @@
 """What `make gpu` runs, on a CPU: its checks pass for `tiled` and fail for what is wrong, and its record is whole."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -407,6 +408,36 @@ def test_a_cell_is_timed_in_turns(monkeypatch):
     assert rates["tiled"]["backward"] == 5 * rates["tiled"]["forward"]
 
 
+def test_a_line_compares_two_calls():
+    """Each with its own tensors: what it says it is, and the other in proportion."""
+    sizes = {"tokens": 128, "width": 128}
+    for line in gpu_speed.lines("hopper"):
+        line = line._replace(dim=16, length=128)
+        (name, own), (other, beside) = gpu_speed.race(line, "tiled", CPU, **sizes).items()
+        assert (name, other) == ("tiled", line.other)
+        q, k, v = own.inputs
+        if "ragged" in line.case:
+            assert own.call().shape == q.shape == (128, 8, 16)
+            batch, _, length, _ = beside.inputs[0].shape
+            ends = gpu_speed.cuts(128)
+            work = sum((b - a) ** 2 for a, b in itertools.pairwise(ends))
+            assert batch * length**2 * beside.factor == pytest.approx(work)
+        elif "GQA" in line.case:
+            assert (q.shape[1], k.shape[1]) == (8, 1)
+            assert [x.shape[1] for x in beside.inputs] == [8, 8, 8]
+            plain = attention(q, k, v, None if "full" in line.case else gpu_speed.masks.causal(), backend="dense")
+            torch.testing.assert_close(own.call(), plain, atol=2e-2, rtol=2e-2)
+        else:
+            assert repr(own.call.args[3]) == f"causal() & window({gpu_speed.WINDOW}, 0)"
+            assert beside.call.keywords["backend"] == "torch_cudnn"
+    (line,) = (x for x in gpu_speed.lines("hopper") if x.case == "GQA 8:1, causal")
+    answers = iter([5.0, 9.0, 7.0, 8.0, 3.0, 6.0, 4.0, 2.0])
+    found = gpu_speed.measure(
+        line._replace(dim=16, length=128), "tiled", CPU, lambda call: (call(), next(answers))[1], **sizes
+    )
+    assert found == {"tiled": {"forward": 4.0, "backward": 2.0}, "MHA": {"forward": 3.0, "backward": 6.0}}
+
+
 def test_a_peer_that_cannot_is_recorded_with_its_reason():
     cell = gpu_speed.Cell("bias", 16, 128, True)
     found = gpu_speed.measure(cell, "tiled", CPU, lambda call: (call(), 1.0)[1], **SIZES)
@@ -441,9 +472,11 @@ def test_a_run_writes_its_record_section_by_section(tmp_path, monkeypatch):
     run = gpu.Run(record, path, workers=1, budget=3600)
     monkeypatch.setattr(gpu, "crew", inline)
     monkeypatch.setattr(gpu_speed.measure, "__defaults__", (lambda call: (call(), 1.0)[1],))
-    run.speed([gpu_speed.Cell("full", 16, 128, False), gpu_speed.Cell("bias", 16, 128, True)], **SIZES)
+    cells = [gpu_speed.Cell("full", 16, 128, False), gpu_speed.Cell("bias", 16, 128, True)]
+    run.speed([*cells, gpu_speed.Line("GQA 8:1, full", 4, 128, "MHA", 1)], **SIZES)
     first = json.loads(path.read_text())
-    assert [row["mask"] for row in first["speed_tflops"] + first["speed_ratios"]] == ["full", "bias"]
+    rows = first["speed_tflops"] + first["speed_ratios"] + first["speed_lines"]
+    assert [row["mask"] for row in rows] == ["full", "bias", "GQA 8:1, full"]
     assert "suite" not in first
     run.host([gpu_speed.Cell("causal", 64, 128, True)])
     (row,) = json.loads(path.read_text())["host_us"]
@@ -466,6 +499,7 @@ def test_a_run_writes_its_record_section_by_section(tmp_path, monkeypatch):
     assert "| another stream | 0 of 0 | 1 | no streams on a CPU |" in evidence.suite()
     assert "| D=16 L=128 bias | – | – |" in evidence.ratios()
     assert "| D=16 L=128 full |" in evidence.speeds()
+    assert "| D=4 L=128 GQA 8:1, full | MHA | 1.00 / 1.00 | 1.00 |" in evidence.lines()
 
 
 def inline(work, jobs, workers, until, limit=0):
