@@ -1,5 +1,6 @@
 """What `make gpu` runs, on a CPU: its checks pass for `tiled` and fail for what is wrong, and its record is whole."""
 
+import inspect
 import itertools
 import json
 import os
@@ -304,19 +305,61 @@ def test_the_sanitizers_summary_is_read(said, ok):
             suite.verdict(said)
 
 
+def race_of(kind, fn, other, *, file="pipeline.py", far=0, count=1):
+    """What racecheck says of an access in a line of a function and one of the other kind in another function."""
+    lines = [inspect.getsourcelines(x.fn)[1] + 2 for x in (fn, other)]
+    kinds = [kind, "Read" if kind == "Write" else "Write"]
+    return (
+        f"========= Error: Race reported between {kinds[0]} access at a_kernel+0x10 in {file}:{lines[0] + far}\n"
+        f"=========     and {kinds[1]} access at a_kernel+0x20 in pipeline.py:{lines[1]} [4 hazards]\n"
+        f"========= RACECHECK SUMMARY: {count} hazard{'s' * (count > 1)} displayed ({count} error, 0 warnings)\n"
+    )
+
+
+def test_only_work_items_that_are_handed_on_are_no_race():
+    from tilewise.backends.hopper.pipeline import hand_on, store_rows, taken
+
+    assert "work items" in suite.verdict(race_of("Write", hand_on, taken))
+    assert "work items" in suite.verdict(race_of("Read", taken, hand_on))
+    for said in (
+        race_of("Write", hand_on, taken, file="kernel.py"),
+        race_of("Write", hand_on, taken, far=40),
+        race_of("Write", hand_on, store_rows),
+        race_of("Read", hand_on, taken),
+        race_of("Write", hand_on, taken, count=2),
+        race_of("Write", hand_on, taken).replace("=========     and", "========= and a write access at 0x7\n and"),
+        "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n",
+    ):
+        with pytest.raises(suite.Failed, match="SUMMARY"):
+            suite.verdict(said)
+
+
+def test_an_old_racecheck_is_not_asked(tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    for version, follows in (("2025.3.1.0", False), ("2026.1.0.0", True), ("2027.0.0.0", True)):
+        tool.write_text(f"#!/bin/sh\necho 'NVIDIA (R) Compute Sanitizer'; echo 'Version {version} (build 1)'\n")
+        tool.chmod(0o755)
+        assert suite.follows_mbarriers(str(tool)) == follows
+    monkeypatch.setattr(suite, "_packaged", lambda: [str(tmp_path)])
+    tool.write_text("#!/bin/sh\necho 'Version 2025.3.1.0'\n")
+    with pytest.raises(suite.Absent, match="pip install"):
+        suite.sanitizer("hopper", CPU, "racecheck, causal")
+
+
 def test_a_sanitizer_runs_the_small_shapes(tmp_path, monkeypatch):
     """With a stand-in that runs its program and says what the tool would."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text('#!/bin/sh\nshift 4\n"$@" && echo "========= ERROR SUMMARY: 0 errors"\n')
     tool.chmod(0o755)
+    monkeypatch.setattr(suite, "_packaged", list)
     with pytest.raises(suite.Absent, match="not installed"):
-        suite.sanitizer("tiled", CPU, "memcheck", seconds=600)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert suite.sanitizer("tiled", CPU, "memcheck", seconds=600) == "ERROR SUMMARY: 0 errors"
+        suite.sanitizer("tiled", CPU, "memcheck, causal", seconds=600)
+    monkeypatch.setattr(suite, "_packaged", lambda: [str(tmp_path)])
+    assert suite.sanitizer("tiled", CPU, "memcheck, ragged, D=16", seconds=600) == "ERROR SUMMARY: 0 errors"
     dead = subprocess.CompletedProcess([], 1, "", "mine")
     monkeypatch.setattr(suite.subprocess, "run", lambda *a, **k: dead)
     with pytest.raises(suite.Failed, match="without the tool: mine"):
-        suite.sanitizer("tiled", CPU, "memcheck")
+        suite.sanitizer("tiled", CPU, "memcheck, causal")
 
 
 def test_a_failure_is_a_line_of_the_record_and_the_next_check_runs(monkeypatch):
