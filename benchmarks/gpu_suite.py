@@ -575,9 +575,9 @@ def verdict(said: str) -> str:
 def handed_on(said: str, summary: str) -> bool:
     """Whether all that racecheck counts is the store and the load of a work item of ``hopper``, which are no race.
 
-    All lanes of a warp store the same number, bar.warp.sync waits for them, and one lane arrives at the mbarrier that
-    the readers wait at; a single warp reads it in the same way. Where a warp has not diverged ptxas makes no
-    instruction of bar.warp.sync, and racecheck, which watches instructions, sees only the one lane's accesses in order.
+    All 32 lanes of a warp store the same number at the same place, bar.warp.sync waits for all, and lane 0 arrives at
+    the mbarrier that the readers wait at. That orders all of it, but racecheck counts an arrival for one lane alone: it
+    names the store of lane 31, which is the last, and names it with a BAR.SYNC of the warp in between too.
     """
     from tilewise.backends.hopper import pipeline
 
