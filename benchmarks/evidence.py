@@ -66,6 +66,19 @@ def ratios() -> str:
     return "\n\n".join(tables)
 
 
+def lines() -> str:
+    """How many times as long another call takes, forward / backward, as Markdown tables. Empty without them."""
+    tables = []
+    for r in records():
+        ours, rows = r["backend"], r.get("speed_lines")
+        if rows:
+            head = f"| {ours}, {r['gpu']}, bf16, {state(r)} | beside | time / time of {ours} | asked |"
+            cells = ([n := row["beside"], _ratio(row[n], row[ours]), f"{row['asked']:.2f}"] for row in rows)
+            body = [_row(row, c) for row, c in zip(rows, cells, strict=True)]
+            tables.append("\n".join([head, "|---" * 4 + "|", *body]))
+    return "\n\n".join(tables)
+
+
 def suite() -> str:
     """The checks of the GPU suite as Markdown tables. Empty without them."""
     tables = []
@@ -135,4 +148,4 @@ def _ratio(x: Record | None, ours: Record) -> str:
 
 
 if __name__ == "__main__":
-    print(*filter(None, (table(), suite(), failures(), speeds(), ratios(), hosts())), sep="\n\n")
+    print(*filter(None, (table(), suite(), failures(), speeds(), lines(), ratios(), hosts())), sep="\n\n")

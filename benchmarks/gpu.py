@@ -64,11 +64,14 @@ def proved(job: tuple[str, Any], number: int, backend: str) -> list[Any]:
     return judge(problem, backend, getattr(torch, dtype), device_of(number))
 
 
-def timed(cell: gpu_speed.Cell, number: int, backend: str, sizes: dict[str, int]) -> dict[str, Any]:
+Timed = gpu_speed.Cell | gpu_speed.Line
+
+
+def timed(cell: Timed, number: int, backend: str, sizes: dict[str, int]) -> dict[str, Any]:
     return gpu_speed.measure(cell, backend, device_of(number), **sizes)
 
 
-def compiled(cell: gpu_speed.Cell, number: int, backend: str, sizes: dict[str, int]) -> None:
+def compiled(cell: Timed, number: int, backend: str, sizes: dict[str, int]) -> None:
     """Each contestant once, so that its code is in the caches on disk, by GPU, when it is timed on the first."""
     gpu_speed.measure(cell, backend, device_of(0), once, **sizes)
 
@@ -101,13 +104,13 @@ class Run:
         self.save()
         print(f"{time.monotonic() - self.start:5.0f} s  {what}", flush=True)
 
-    def speed(self, cells: list[gpu_speed.Cell], share: float = SPEED_SHARE, **sizes: int) -> None:
+    def speed(self, cells: list[Timed], share: float = SPEED_SHARE, **sizes: int) -> None:
         """Compile side by side, for half of the time at most; then time one cell after the other.
 
         share: of the budget, at most.
         """
         backend, until = self.record["backend"], self.start + share * self.budget
-        record = self.record["speed_tflops"], self.record["speed_ratios"] = [], []
+        record = self.record["speed_tflops"], self.record["speed_ratios"], self.record["speed_lines"] = [], [], []
         half = (time.monotonic() + until) / 2
         for d in crew(partial(compiled, backend=backend, sizes=sizes), cells, self.workers, half):
             self.done(f"compiled {' '.join(map(str, d.job[:3]))} {d.error}")
@@ -116,7 +119,10 @@ class Run:
                 continue
             cell, found = d.job, d.result or {backend: {"error": d.error}}
             row = {"dim": cell.dim, "length": cell.length, "mask": cell.case}
-            record[cell.flex].append(row | (found if cell.flex else gpu_speed.tflops(cell, found)))
+            if isinstance(cell, gpu_speed.Line):
+                record[2].append(row | found | {"beside": cell.other, "asked": cell.asked})
+            else:
+                record[cell.flex].append(row | (found if cell.flex else gpu_speed.tflops(cell, found)))
             self.done(f"timed {' '.join(map(str, cell[:3]))}")
         self.record["speed_cells"] = [sum(map(len, record)), len(cells)]
 
@@ -172,7 +178,9 @@ class Run:
 
     def failures(self) -> list[str]:
         r = self.record
-        every = (x for section in ("speed_tflops", "speed_ratios", "host_us") for x in r.get(section, []))
+        every = (
+            x for section in ("speed_tflops", "speed_ratios", "speed_lines", "host_us") for x in r.get(section, [])
+        )
         rows = [x for x in every if "error" in x[r["backend"]]]
         speed = [f"{x['mask']} D={x['dim']} L={x['length']}: {x[r['backend']]['error']}" for x in rows]
         suite = [f"{c['name']}, {c['case']}: {c['note']}" for c in r.get("suite", []) if c["ok"] is False]

@@ -66,8 +66,10 @@ REPEATABLE = (
 )  # fmt: skip
 
 
-def repeatable(name: str, device: Device, length: int, dtype: torch.dtype = torch.bfloat16) -> Repeatable:
-    """B = 2, 4 query heads on 2 key heads, D = 64; what is given beside q, k, v is on the device already."""
+def repeatable(
+    name: str, device: Device, length: int, dtype: torch.dtype = torch.bfloat16, dim: int = 64
+) -> Repeatable:  # fmt: skip
+    """B = 2, 4 query heads on 2 key heads; what is given beside q, k, v is on the device already."""
     g = torch.Generator().manual_seed(5)
 
     def randn(*shape: int) -> Tensor:
@@ -75,11 +77,11 @@ def repeatable(name: str, device: Device, length: int, dtype: torch.dtype = torc
 
     if name == "ragged":
         cu = torch.tensor([0, length // 3, length // 3, length], dtype=torch.int32, device=device)
-        q, k, v = randn(length, 4, 64), randn(length, 2, 64), randn(length, 2, 64)
+        q, k, v = randn(length, 4, dim), randn(length, 2, dim), randn(length, 2, dim)
         call: Any = partial(_varlen, cu=cu, longest=length - length // 3, mask=masks.causal())
-        return Repeatable(call, (q, k, v), randn(length, 4, 64).detach())
-    q, k, v = randn(2, 4, length, 64), randn(2, 2, length, 64), randn(2, 2, length, 64)
-    dout = randn(2, 4, length, 64).detach()
+        return Repeatable(call, (q, k, v), randn(length, 4, dim).detach())
+    q, k, v = randn(2, 4, length, dim), randn(2, 2, length, dim), randn(2, 2, length, dim)
+    dout = randn(2, 4, length, dim).detach()
     causal, at = masks.causal(), torch.arange(length, device=device)
     extra: tuple[Tensor, ...] = ()
     call = partial(tilewise.attention, mask=causal)

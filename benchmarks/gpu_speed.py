@@ -1,8 +1,8 @@
 """Speed on a GPU beside PyTorch's kernels: bf16, the backends in turns, in one process.
 
-Three tables: TFLOP/s beside FlashAttention and cuDNN, milliseconds beside compiled FlexAttention with the same mask or
-the same change of the scores (and beside the memory-efficient kernel, which takes a bias and gives its gradient), and
-what a call costs on the host.
+Four tables: TFLOP/s beside FlashAttention and cuDNN, milliseconds beside compiled FlexAttention with the same mask or
+the same change of the scores (and beside the memory-efficient kernel, which takes a bias and gives its gradient),
+beside another call that the time of this one should be in proportion to, and what a call costs on the host.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
+from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ PEERS = ("torch_flash", "torch_cudnn")
 FLEX, EFFICIENT = "flex", "torch_efficient"
 TOKENS, WIDTH = 16384, 2048  # of a cell: batch * length, heads * D
 WINDOW, DOCUMENTS, CAP = 1024, 16, 30.0
+GROUP = 8  # query heads of a key head
 ONLY = {
     "hopper": ("full", "causal", f"window {WINDOW}", f"softcap {CAP:.0f}")
 }  # the cases of backends that take only some
@@ -40,7 +43,28 @@ class Cell(NamedTuple):
     flex: bool
 
 
-def cells(backend: str) -> list[Cell]:
+class Line(NamedTuple):
+    """A call beside ``other``, which should take at least ``asked`` times as long."""
+
+    case: str
+    dim: int
+    length: int
+    other: str
+    asked: float
+
+
+def lines(backend: str) -> list[Line]:
+    """A window beside cuDNN without it; a ragged batch beside its FLOPs in sequences of one length; heads in groups."""
+    if backend != "hopper":
+        return []
+    found = [Line(f"window {WINDOW}", d, TOKENS, "torch_cudnn, causal", 6) for d in (64, 128)]
+    for mask in ("full", "causal"):
+        found.append(Line(f"{DOCUMENTS} ragged, {mask}", 128, TOKENS, f"{DOCUMENTS} equal, by FLOPs", 1 / 1.1))
+        found.append(Line(f"GQA {GROUP}:1, {mask}", 128, 4096, "MHA", 1))
+    return found
+
+
+def cells(backend: str) -> list[Cell | Line]:
     """In order of importance: the time may run out."""
     plain = [Cell(c, d, n, False) for d in (64, 128) for n in (4096, 16384) for c in ("full", "causal")]
     if backend == "hopper":  # a call of 1024 keys is as much its launch as its kernel
@@ -48,7 +72,8 @@ def cells(backend: str) -> list[Cell]:
         plain += [Cell(c, d, 1024, False) for d in (64, 128, 256) for c in ("full", "causal")]
     flex = [Cell(c, d, 4096, True) for d in (128, 64) for c in CASES]
     long = [Cell(c, 128, 16384, True) for c in CASES if c != "bias"]  # an L x L bias for 16 heads is 8 GB there
-    return [c for c in (*plain, *flex, *long) if c.case in ONLY.get(backend, (c.case,))]
+    taken = (c for c in (*flex, *long) if c.case in ONLY.get(backend, (c.case,)))
+    return [*plain, *lines(backend), *taken]
 
 
 SMALL = {"tokens": 128, "width": 128}  # where a kernel takes less time than calling it
@@ -69,27 +94,85 @@ def peers(backend: str) -> tuple[str, ...]:
     return PEERS if backend not in ONLY else (*PEERS, "triton")
 
 
-class Race(NamedTuple):
-    """What is compared: calls that compute the same, the tensors that take a gradient, the output's gradient."""
+class Contestant(NamedTuple):
+    """A call, the tensors that take a gradient, the output's gradient, and what its time is multiplied by."""
 
-    calls: dict[str, Callable[[], Tensor]]
+    call: Callable[[], Tensor]
     inputs: tuple[Tensor, ...]
     dout: Tensor
+    factor: float = 1.0
 
 
-def race(cell: Cell, backend: str, device: torch.device, tokens: int = TOKENS, width: int = WIDTH) -> Race:
-    """The contestants of a cell; the first is ``backend``."""
-    shape = (tokens // cell.length, width // cell.dim, cell.length, cell.dim)
-    q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
-    inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    ours, theirs, bias = options(cell.case, shape[1], cell.length, device)
+def race(
+    cell: Cell | Line, backend: str, device: torch.device, tokens: int = TOKENS, width: int = WIDTH
+) -> dict[str, Contestant]:
+    """The contestants of a cell; the first is ``backend``. Those of a cell compute the same."""
+    batch, heads = tokens // cell.length, width // cell.dim
+    shape = batch, heads, cell.length, cell.dim
+    if isinstance(cell, Line):
+        return beside(cell, backend, device, shape)
+    q, k, v, dout = (randn(device, *shape) for _ in range(4))
+    inputs = leaves(q, k, v)
+    ours, theirs, bias = options(cell.case, heads, cell.length, device)
     calls = {
         n: partial(tilewise.attention, *inputs, backend=n, **ours)
         for n in (backend, *(() if cell.flex else peers(backend)), *((EFFICIENT,) if cell.case == "bias" else ()))
     }
     if cell.flex:
         calls[FLEX] = flex(inputs, **theirs)
-    return Race(calls, (*inputs, *bias), dout)
+    return {name: Contestant(call, (*inputs, *bias), dout) for name, call in calls.items()}
+
+
+def randn(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.requires_grad_() for x in tensors)
+
+
+def beside(line: Line, backend: str, device: torch.device, shape: tuple[int, int, int, int]) -> dict[str, Contestant]:
+    """The contestants of a line: a call of ``backend``, and the one that its time is compared with."""
+    batch, heads, length, dim = shape
+    mask = None if line.case.endswith("full") else masks.causal()
+    if "ragged" in line.case:
+        return {backend: ragged(backend, device, shape, mask), line.other: equal(backend, device, shape, mask)}
+    kv_heads = heads // GROUP if "GQA" in line.case else heads
+    q, dout, *kv = (randn(device, batch, h, length, dim) for h in (heads, heads, kv_heads, kv_heads, heads, heads))
+    own, whole = leaves(q, *kv[:2]), leaves(q, *kv[2:])
+    other = "torch_cudnn" if "cudnn" in line.other else backend
+    given = mask if "GQA" in line.case else masks.causal() & masks.window(WINDOW, 0)
+    return {
+        backend: Contestant(partial(tilewise.attention, *own, given, backend=backend), own, dout),
+        line.other: Contestant(partial(tilewise.attention, *whole, mask, backend=other), whole, dout),
+    }
+
+
+def cuts(tokens: int) -> list[int]:
+    """Where sequences begin and the last one ends, at random, the same for each run."""
+    r = Random(1)
+    return [0, *sorted(r.sample(range(1, tokens), DOCUMENTS - 1)), tokens]
+
+
+def ragged(backend: str, device: torch.device, shape: tuple[int, int, int, int], mask: masks.Mask | None) -> Contestant:
+    _, heads, tokens, dim = shape
+    ends = cuts(tokens)
+    cu, longest = torch.tensor(ends, dtype=torch.int32, device=device), max(b - a for a, b in pairwise(ends))
+    q, k, v, dout = (randn(device, tokens, heads, dim) for _ in range(4))
+    inputs = leaves(q, k, v)
+    call = partial(tilewise.attention_varlen, *inputs, cu, cu, longest, longest, mask, backend=backend)
+    return Contestant(call, inputs, dout)
+
+
+def equal(backend: str, device: torch.device, shape: tuple[int, int, int, int], mask: masks.Mask | None) -> Contestant:
+    """As many sequences of one length, a multiple of 128, with about as many FLOPs; the rest is the factor."""
+    _, heads, tokens, dim = shape
+    squares = sum((b - a) ** 2 for a, b in pairwise(cuts(tokens)))
+    length = max(1, round((squares / DOCUMENTS) ** 0.5 / 128)) * 128
+    q, k, v, dout = (randn(device, DOCUMENTS, heads, length, dim) for _ in range(4))
+    inputs = leaves(q, k, v)
+    call = partial(tilewise.attention, *inputs, mask, backend=backend)
+    return Contestant(call, inputs, dout, squares / (DOCUMENTS * length**2))
 
 
 def options(
@@ -177,13 +260,13 @@ def wait() -> None:
 
 
 def measure(
-    cell: Cell, backend: str, device: torch.device, timer: Callable[[Callable[[], Any]], float] = milliseconds,
+    cell: Cell | Line, backend: str, device: torch.device, timer: Callable[[Callable[[], Any]], float] = milliseconds,
     **sizes: int,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Milliseconds of each contestant, forward and backward alone, or the reason why there are none.
 
-    The contestants take turns, there and back, and the better of two medians counts. One whose output is not that
-    of the backend computes something else, and is not timed.
+    The contestants take turns, there and back, and the better of two medians counts. One of a cell whose output is not
+    that of the backend computes something else, and is not timed.
     """
     import torch._functorch.config
 
@@ -191,22 +274,24 @@ def measure(
     r = race(cell, backend, device, **sizes)
     found: dict[str, dict[str, Any]] = {}
     outs: dict[str, Tensor] = {}
-    for name, call in r.calls.items():
+    for name, c in r.items():
         try:
-            outs[name] = call()
-            torch.autograd.grad(outs[name], r.inputs, r.dout, retain_graph=True)
-            if backend in outs and (difference := apart(outs[name], outs[backend])) > 0.05:
+            outs[name] = c.call()
+            torch.autograd.grad(outs[name], c.inputs, c.dout, retain_graph=True)
+            same = isinstance(cell, Cell) and backend in outs
+            if same and (difference := apart(outs[name], outs[backend])) > 0.05:
                 raise RuntimeError(f"its output is another one, {difference:.2g} apart")
         except Exception as e:  # the reason is recorded, and the others run
             outs.pop(name, None)
             found[name] = {"error": told(e)}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in outs}
     for name in (*outs, *reversed(outs)):
-        backward = partial(torch.autograd.grad, outs[name], r.inputs, r.dout, retain_graph=True)
-        times[name].append((timer(r.calls[name]), timer(backward)))
+        c = r[name]
+        backward = partial(torch.autograd.grad, outs[name], c.inputs, c.dout, retain_graph=True)
+        times[name].append((timer(c.call) * c.factor, timer(backward) * c.factor))
     for name, both in times.items():
         found[name] = {"forward": min(f for f, _ in both), "backward": min(b for _, b in both)}
-    return {name: found[name] for name in r.calls}
+    return {name: found[name] for name in r}
 
 
 def apart(x: Tensor, y: Tensor) -> float:

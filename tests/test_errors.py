@@ -26,6 +26,12 @@ def ragged(cu_q, cu_k, *more, dtype=torch.int32):
 
 
 CASES = {
+    "no tensor": (call(key=[[1.0]]), TypeError, r"key must be a torch.Tensor, got list; torch.as_tensor\(key\) makes one"),
+    "no ragged tensor": (
+        lambda: tw.attention_varlen([[1.0]], *RAGGED[1:], torch.tensor([0, 6]), torch.tensor([0, 5])), TypeError,
+        "query must be a torch.Tensor, got list",
+    ),
+    "aux": (call(return_aux=True), TypeError, r"return_aux must be an AuxRequest, as in AuxRequest\(lse=True\), got bool"),
     "rank": (call(query=t(4, 6, 8)), ValueError, r"query must have 4 dims, \(B, H, L, D\), got 3: \(4, 6, 8\); add a batch dim with x\[None\]"),
     "heads": (call(query=t(2, 3, 6, 8)), ValueError, r"query heads must be a multiple of key/value heads, got 3 and 2 .*transpose\(1, 2\)"),
     "no heads": (call(query=t(2, 0, 6, 8)), ValueError, "multiple of key/value heads, got 0 and 2"),

@@ -19,7 +19,7 @@ def evidence():
 def test_the_readme_shows_the_records_and_their_age():
     e, readme = evidence(), (ROOT / "README.md").read_text()
     assert list(e.RESULTS.glob("*/*.json"))
-    for table in (e.table(), e.suite(), e.failures(), e.speeds(), e.ratios(), e.hosts()):
+    for table in (e.table(), e.suite(), e.failures(), e.speeds(), e.lines(), e.ratios(), e.hosts()):
         assert table in readme, "run `python benchmarks/evidence.py` and put its tables into the README"
 
 
@@ -51,6 +51,10 @@ RECORD = {
         {"dim": 64, "length": 4096, "mask": "causal", "tiled": MS, "flex": {"forward": 3.0, "backward": 3.0}},
         {"dim": 64, "length": 4096, "mask": "bias", "tiled": MS, "torch_efficient": MS, "flex": {"error": "no"}},
     ],
+    "speed_lines": [
+        {"dim": 64, "length": 4096, "mask": "GQA", "tiled": MS, "MHA": {"forward": 2.2, "backward": 6.0}}
+        | {"beside": "MHA", "asked": 1}
+    ],
     "host_us": [{"dim": 64, "length": 128, "mask": "causal", "tiled": {"forward": 41.6, "backward": 7.0}}],
     "suite": [
         {"name": "CUDA graph", "case": "causal", "ok": True, "seconds": 1, "note": "3 replays"},
@@ -70,7 +74,7 @@ def shown(tmp_path, monkeypatch):
         (tmp_path / "gpu").mkdir(exist_ok=True)
         (tmp_path / "gpu" / "tiled.json").write_text(json.dumps(record))
         monkeypatch.setattr(e, "RESULTS", tmp_path)
-        return {name: getattr(e, name)() for name in ("table", "suite", "speeds", "ratios", "hosts")}
+        return {name: getattr(e, name)() for name in ("table", "suite", "speeds", "lines", "ratios", "hosts")}
 
     return show
 
@@ -85,6 +89,10 @@ def test_a_record_as_tables(shown):
     assert tables["hosts"].splitlines()[::2] == [
         "| tiled, host of the Some GPU, **changed: stale**: microseconds | tiled |",
         "| D=64 L=128 causal | 42 / 7 |",
+    ]
+    assert tables["lines"].splitlines()[::2] == [
+        "| tiled, Some GPU, bf16, **changed: stale** | beside | time / time of tiled | asked |",
+        "| D=64 L=4096 GQA | MHA | 1.10 / 1.00 | 1.00 |",
     ]
     assert tables["ratios"].splitlines() == [
         "| Some GPU, bf16, **changed: stale**: time / time of tiled | flex | torch_efficient |",
@@ -107,9 +115,9 @@ def test_a_record_of_kernels_that_did_not_change(shown):
 
 
 def test_records_from_before_the_suite_and_of_a_run_cut_off(shown):
-    old = {k: v for k, v in RECORD.items() if k not in ("suite", "speed_ratios", "host_us")}
+    old = {k: v for k, v in RECORD.items() if k not in ("suite", "speed_lines", "speed_ratios", "host_us")}
     tables = shown(old)
-    assert tables["suite"] == tables["ratios"] == tables["hosts"] == ""
+    assert tables["suite"] == tables["lines"] == tables["ratios"] == tables["hosts"] == ""
     assert tables["speeds"]
     cut = {k: RECORD[k] for k in ("backend", "gpu", "digest")}
     assert "0 of 0" in shown(cut)["table"]

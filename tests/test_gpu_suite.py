@@ -1,5 +1,7 @@
 """What `make gpu` runs, on a CPU: its checks pass for `tiled` and fail for what is wrong, and its record is whole."""
 
+import inspect
+import itertools
 import json
 import os
 import subprocess
@@ -303,19 +305,61 @@ def test_the_sanitizers_summary_is_read(said, ok):
             suite.verdict(said)
 
 
+def race_of(kind, fn, other, *, file="pipeline.py", far=0, count=1):
+    """What racecheck says of an access in a line of a function and one of the other kind in another function."""
+    lines = [inspect.getsourcelines(x.fn)[1] + 2 for x in (fn, other)]
+    kinds = [kind, "Read" if kind == "Write" else "Write"]
+    return (
+        f"========= Error: Race reported between {kinds[0]} access at a_kernel+0x10 in {file}:{lines[0] + far}\n"
+        f"=========     and {kinds[1]} access at a_kernel+0x20 in pipeline.py:{lines[1]} [4 hazards]\n"
+        f"========= RACECHECK SUMMARY: {count} hazard{'s' * (count > 1)} displayed ({count} error, 0 warnings)\n"
+    )
+
+
+def test_only_work_items_that_are_handed_on_are_no_race():
+    from tilewise.backends.hopper.pipeline import hand_on, store_rows, taken
+
+    assert "work items" in suite.verdict(race_of("Write", hand_on, taken))
+    assert "work items" in suite.verdict(race_of("Read", taken, hand_on))
+    for said in (
+        race_of("Write", hand_on, taken, file="kernel.py"),
+        race_of("Write", hand_on, taken, far=40),
+        race_of("Write", hand_on, store_rows),
+        race_of("Read", hand_on, taken),
+        race_of("Write", hand_on, taken, count=2),
+        race_of("Write", hand_on, taken).replace("=========     and", "========= and a write access at 0x7\n and"),
+        "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n",
+    ):
+        with pytest.raises(suite.Failed, match="SUMMARY"):
+            suite.verdict(said)
+
+
+def test_an_old_racecheck_is_not_asked(tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    for version, follows in (("2025.3.1.0", False), ("2026.1.0.0", True), ("2027.0.0.0", True)):
+        tool.write_text(f"#!/bin/sh\necho 'NVIDIA (R) Compute Sanitizer'; echo 'Version {version} (build 1)'\n")
+        tool.chmod(0o755)
+        assert suite.follows_mbarriers(str(tool)) == follows
+    monkeypatch.setattr(suite, "_packaged", lambda: [str(tmp_path)])
+    tool.write_text("#!/bin/sh\necho 'Version 2025.3.1.0'\n")
+    with pytest.raises(suite.Absent, match="pip install"):
+        suite.sanitizer("hopper", CPU, "racecheck, causal")
+
+
 def test_a_sanitizer_runs_the_small_shapes(tmp_path, monkeypatch):
     """With a stand-in that runs its program and says what the tool would."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text('#!/bin/sh\nshift 4\n"$@" && echo "========= ERROR SUMMARY: 0 errors"\n')
     tool.chmod(0o755)
+    monkeypatch.setattr(suite, "_packaged", list)
     with pytest.raises(suite.Absent, match="not installed"):
-        suite.sanitizer("tiled", CPU, "memcheck", seconds=600)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert suite.sanitizer("tiled", CPU, "memcheck", seconds=600) == "ERROR SUMMARY: 0 errors"
+        suite.sanitizer("tiled", CPU, "memcheck, causal", seconds=600)
+    monkeypatch.setattr(suite, "_packaged", lambda: [str(tmp_path)])
+    assert suite.sanitizer("tiled", CPU, "memcheck, ragged, D=16", seconds=600) == "ERROR SUMMARY: 0 errors"
     dead = subprocess.CompletedProcess([], 1, "", "mine")
     monkeypatch.setattr(suite.subprocess, "run", lambda *a, **k: dead)
     with pytest.raises(suite.Failed, match="without the tool: mine"):
-        suite.sanitizer("tiled", CPU, "memcheck")
+        suite.sanitizer("tiled", CPU, "memcheck, causal")
 
 
 def test_a_failure_is_a_line_of_the_record_and_the_next_check_runs(monkeypatch):
@@ -407,6 +451,36 @@ def test_a_cell_is_timed_in_turns(monkeypatch):
     assert rates["tiled"]["backward"] == 5 * rates["tiled"]["forward"]
 
 
+def test_a_line_compares_two_calls():
+    """Each with its own tensors: what it says it is, and the other in proportion."""
+    sizes = {"tokens": 128, "width": 128}
+    for line in gpu_speed.lines("hopper"):
+        line = line._replace(dim=16, length=128)
+        (name, own), (other, beside) = gpu_speed.race(line, "tiled", CPU, **sizes).items()
+        assert (name, other) == ("tiled", line.other)
+        q, k, v = own.inputs
+        if "ragged" in line.case:
+            assert own.call().shape == q.shape == (128, 8, 16)
+            batch, _, length, _ = beside.inputs[0].shape
+            ends = gpu_speed.cuts(128)
+            work = sum((b - a) ** 2 for a, b in itertools.pairwise(ends))
+            assert batch * length**2 * beside.factor == pytest.approx(work)
+        elif "GQA" in line.case:
+            assert (q.shape[1], k.shape[1]) == (8, 1)
+            assert [x.shape[1] for x in beside.inputs] == [8, 8, 8]
+            plain = attention(q, k, v, None if "full" in line.case else gpu_speed.masks.causal(), backend="dense")
+            torch.testing.assert_close(own.call(), plain, atol=2e-2, rtol=2e-2)
+        else:
+            assert repr(own.call.args[3]) == f"causal() & window({gpu_speed.WINDOW}, 0)"
+            assert beside.call.keywords["backend"] == "torch_cudnn"
+    (line,) = (x for x in gpu_speed.lines("hopper") if x.case == "GQA 8:1, causal")
+    answers = iter([5.0, 9.0, 7.0, 8.0, 3.0, 6.0, 4.0, 2.0])
+    found = gpu_speed.measure(
+        line._replace(dim=16, length=128), "tiled", CPU, lambda call: (call(), next(answers))[1], **sizes
+    )
+    assert found == {"tiled": {"forward": 4.0, "backward": 2.0}, "MHA": {"forward": 3.0, "backward": 6.0}}
+
+
 def test_a_peer_that_cannot_is_recorded_with_its_reason():
     cell = gpu_speed.Cell("bias", 16, 128, True)
     found = gpu_speed.measure(cell, "tiled", CPU, lambda call: (call(), 1.0)[1], **SIZES)
@@ -441,9 +515,11 @@ def test_a_run_writes_its_record_section_by_section(tmp_path, monkeypatch):
     run = gpu.Run(record, path, workers=1, budget=3600)
     monkeypatch.setattr(gpu, "crew", inline)
     monkeypatch.setattr(gpu_speed.measure, "__defaults__", (lambda call: (call(), 1.0)[1],))
-    run.speed([gpu_speed.Cell("full", 16, 128, False), gpu_speed.Cell("bias", 16, 128, True)], **SIZES)
+    cells = [gpu_speed.Cell("full", 16, 128, False), gpu_speed.Cell("bias", 16, 128, True)]
+    run.speed([*cells, gpu_speed.Line("GQA 8:1, full", 4, 128, "MHA", 1)], **SIZES)
     first = json.loads(path.read_text())
-    assert [row["mask"] for row in first["speed_tflops"] + first["speed_ratios"]] == ["full", "bias"]
+    rows = first["speed_tflops"] + first["speed_ratios"] + first["speed_lines"]
+    assert [row["mask"] for row in rows] == ["full", "bias", "GQA 8:1, full"]
     assert "suite" not in first
     run.host([gpu_speed.Cell("causal", 64, 128, True)])
     (row,) = json.loads(path.read_text())["host_us"]
@@ -466,6 +542,7 @@ def test_a_run_writes_its_record_section_by_section(tmp_path, monkeypatch):
     assert "| another stream | 0 of 0 | 1 | no streams on a CPU |" in evidence.suite()
     assert "| D=16 L=128 bias | – | – |" in evidence.ratios()
     assert "| D=16 L=128 full |" in evidence.speeds()
+    assert "| D=4 L=128 GQA 8:1, full | MHA | 1.00 / 1.00 | 1.00 |" in evidence.lines()
 
 
 def inline(work, jobs, workers, until, limit=0):

@@ -107,7 +107,7 @@ def compile_backward(dim: int, dim_v: int, asked: tuple[str, ...], dtype: str) -
     blocks |= {"dk_desc": (config.ROWS, d), "dv_desc": (config.ROWS, dv)}
     types = {name: descriptor(dtype, 1, 1, *block) for name, block in blocks.items()}
     types |= {"stats_desc": descriptor("fp32", 2 * m), "ticket": "*i32", "scale": "fp32", "qk_scale": "fp32"}
-    types |= {"sum_desc": descriptor("fp32", m, d), "turns": "*i32"} if cfg.sums else {}
+    types |= {"sum_desc": descriptor("fp32", 1, m * d // 32, 32), "turns": "*i32"} if cfg.sums else {}
     types |= {"odd": "*i8"} if {"left", "right", "lengths", "ragged"} & set(asked) else {}
     types |= {"lengths": "*i64"} if "lengths" in asked else {}
     types |= {"cap": "fp32"} if "softcap" in asked else {}

@@ -289,6 +289,9 @@ def _request(
     softcap: float | None, sinks: Tensor | None, ragged: Ragged | None, aux: AuxRequest | None,
     dropout: tuple[float, int | None, torch.Generator | None],
 ) -> Request:  # fmt: skip
+    _check_rank(q, k, v, ragged is not None)
+    if aux is not None and not isinstance(aux, AuxRequest):
+        raise TypeError(f"return_aux must be an AuxRequest, as in AuxRequest(lse=True), got {type(aux).__name__}")
     if _autocast(q.device.type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -331,13 +334,14 @@ def _autocast(device: str) -> bool:
 def _check_rank(q: Tensor, k: Tensor, v: Tensor, ragged: bool) -> None:
     rank, layout = (3, "(T, H, D)") if ragged else (4, "(B, H, L, D)")
     for name, x in (("query", q), ("key", k), ("value", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}; torch.as_tensor({name}) makes one")
         if x.dim() != rank:
             fix = "; add a batch dim with x[None]" if x.dim() == rank - 1 and not ragged else ""
             raise ValueError(f"{name} must have {rank} dims, {layout}, got {x.dim()}: {tuple(x.shape)}{fix}")
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) -> None:
-    _check_rank(q, k, v, ragged is not None)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"query, key and value must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast them to one"

@@ -69,11 +69,15 @@ def finish_kernel(
     slot = pair * n_m + tile * ROWS // BLOCK_M
     if cu_q is not None:
         slot += first // BLOCK_M + b
-    row = slot.to(tl.int64) * BLOCK_M + tile * ROWS % BLOCK_M + own
     inside = (i < len_q) & (channels < D)
     # Of a ragged batch there are fewer tiles than programs.
     added = tl.load(turns + slot, mask=tile * ROWS < len_q, other=0) > 0
-    x = tl.load(sums + row * D + channels, mask=inside & added, other=0.0)
+    # ``by_thread``: halves of 64 rows and 64 columns, side by side or one below the other.
+    SIDES: tl.constexpr = COLS // ROWS
+    own = tile * ROWS % BLOCK_M * COLS + tl.arange(0, ROWS * COLS)
+    x = tl.load(sums + slot.to(tl.int64) * (BLOCK_M * D) + own, mask=(own < BLOCK_M * D) & added, other=0.0)
+    x = tl.permute(tl.reshape(x, (SIDES, 8, 4, 8, 4, 2, 2)), (2, 5, 3, 0, 1, 4, 6))
+    x = tl.where(inside, tl.reshape(x, (ROWS, COLS)), 0.0)
     at = head_at(dq, dq_strides, pair, heads) + (first + i).to(tl.int64) * dq_strides[2] + channels
     tl.store(at, (x * scale).to(dq.dtype.element_ty), mask=inside)
     if odd is not None:

@@ -62,7 +62,6 @@ from .pipeline import (
     plane,
     release,
     ring,
-    staged,
     store_rows,
     take,
     taken,
@@ -153,9 +152,9 @@ def writer(
                 fence_proxy()
                 named_barrier("sync", SUM_FULL + N, 288)
                 if mine == 0:
-                    tma_store(sum_desc, [(head + m) * BLOCK_M, 0], sums.index(N))
+                    tma_store(sum_desc, [head + m, 0, 0], sums.index(N))
                 else:
-                    tma_add(sum_desc, [(head + m) * BLOCK_M, 0], sums.index(N))
+                    tma_add(sum_desc, [head + m, 0, 0], sums.index(N))
                 now = seen(turns + head + max(m - 2, 0))  # for the next: it is known by the time that it matters
                 tma.store_wait(0)  # it is read
                 for w in gl.static_range(2):
@@ -186,14 +185,29 @@ def start_dq(
 
 
 @gluon.jit
-def stage_dq(dq, sums, it, W: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr):
-    """Hand dQ of step it to its writer."""
+def by_thread(dq):
+    """A tile (64, 64) in the order in which the threads of a warp group hold it, 32 numbers a row.
+
+    A thread stores 16 bytes at a time and a warp 512 side by side; as a matrix it was 8, and two rows fell on the same
+    banks. ``finish_kernel`` puts them back.
+    """
+    x = dq.reshape([4, 2, 8, 8, 4, 2])  # a row is a warp, a half of its rows, and 4 lanes; a column 8, a lane, and one
+    return x.permute((3, 0, 2, 4, 1, 5)).reshape([ROWS * ROWS // 32, 32])
+
+
+@gluon.jit
+def stage_dq(dq, sums, it, W: gl.constexpr):
+    """Put dQ of step it where its writer takes it."""
     named_barrier("sync", SUM_EMPTY + 2 * (it & 1) + W, 160)
-    stage = sums.index(it & 1)
-    if BLOCK_M == 2 * ROWS:
-        staged(stage.slice(W * ROWS, ROWS, dim=0), dq)
-    else:
-        staged(stage.slice(W * (D // 2), D // 2, dim=1), dq)
+    half: gl.constexpr = sums.shape[2] // 2
+    stage = sums.index(it & 1).reshape([2 * half, sums.shape[3]]).slice(W * half, half, dim=0)
+    stage.store(by_thread(dq))
+
+
+@gluon.jit
+def hand_dq(it):
+    """It is there. Stores take a while, and the fence waits for them: let there be something else in between."""
+    fence_async_shared()
     named_barrier("arrive", SUM_FULL + (it & 1), 288)
 
 
@@ -266,9 +280,11 @@ def step(
         dq, dv = warpgroup_mma_wait(PARTS, deps=[dq_run, dv])
         # Only now: dS of the step after goes where that of the step before was read.
         named_barrier("arrive", CROSSED + 2 * (it & 1) + 1 - W, 256)
-        stage_dq(dq, sums, it - 1, W, BLOCK_M, D)
+        stage_dq(dq, sums, it - 1, W)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     release(steps, slot)
+    if not FIRST:
+        hand_dq(it - 1)
     return dk, dv
 
 
@@ -314,7 +330,8 @@ def consumer(
         if total > 0:
             named_barrier("sync", CROSSED + 2 * (it & 1) + W, 256)
             dq = warpgroup_mma_wait(0, deps=[start_dq(ds, k, it, W, BLOCK_M, BLOCK_N, COLS)])
-            stage_dq(dq, sums, it, W, BLOCK_M, COLS)
+            stage_dq(dq, sums, it, W)
+            hand_dq(it)
             it += 1
         release(k, 0)
         if odd is not None:
@@ -386,7 +403,7 @@ def backward_kernel(
         k = ring(tiles(k_desc, 1, BLOCK_N, COLS), 1, 2)
         v = ring(tiles(v_desc, 1, BLOCK_N, COLS_V), 1, 2)
         ids = ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), 2, 4)
-        sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, COLS], sum_desc.layout)
+        sums = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M * COLS // 32, 32], sum_desc.layout)
         fence_async_shared()
         gl.warp_specialize(
             [

@@ -36,6 +36,7 @@ from .pipeline import (
     await_full,
     fetch,
     halves,
+    hand_on,
     hidden_zero,
     is_odd,
     matrix,
@@ -49,6 +50,7 @@ from .pipeline import (
     sequence,
     staged,
     stored,
+    taken,
     tiles,
     wgmma_layout,
 )
@@ -151,9 +153,7 @@ def producer(
             it += 1
         if counter is not None:
             t = gl.num_programs(0) + gl.atomic_add(counter, 1)
-            await_empty(ids, done, 2)
-            ids.data.index(done & 1).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-            mbarrier.arrive(ids.full.index(done & 1), count=1)
+            hand_on(t, ids, done)
         else:
             t += gl.num_programs(0)
         done += 1
@@ -540,12 +540,7 @@ def consumer(
         sink = None
         if sinks is not None:
             sink = load_sink(sinks, h, ROW, HEADS)
-        if DYNAMIC:
-            await_full(ids, done, 2)
-            t_next = gl.max(ids.data.index(done & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            release(ids, done & 1)
-        else:
-            t_next = t + gl.num_programs(0)
+        t_next = taken(ids, done, 4) if DYNAMIC else t + gl.num_programs(0)
         row, b_next, h_next, end, last, right, full, n = work(
             gl.minimum(t_next, n_tiles - 1), z, lengths, ragged, HEADS, BLOCK_N, LEFT, RIGHT
         )

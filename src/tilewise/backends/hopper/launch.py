@@ -314,11 +314,12 @@ class _Backward:
         r, cfg, (q, k, v, dout) = self.r, self.cfg, self.inputs
         dq, dk, dv = (planes(r, x) for x in self.grads)
         n_m, n_q, n_n = self.tiles
-        columns, rows = config.columns(r.dim, r.dim_v), pairs * n_m * cfg.block_m
+        columns = config.columns(r.dim, r.dim_v)
         sums, to = None, None
-        if cfg.sums:
-            sums = work.made(torch.empty(rows, r.dim, dtype=torch.float32, device=r.device))
-            to = Tiled(sums, (rows, r.dim), (r.dim,), (cfg.block_m, columns))
+        if cfg.sums:  # rows of 32 numbers: ``by_thread``
+            rows = cfg.block_m * r.dim // 32
+            sums = work.made(torch.empty(pairs * n_m, rows, 32, dtype=torch.float32, device=r.device))
+            to = Tiled(sums, tuple(sums.shape), (32 * rows, 32), (1, cfg.block_m * columns // 32, 32))
         odd = None if self.odd is None else work.part(self.odd, pairs * n_q)
         section = min(config.section(r.dim, r.len_q, r.group), kv_pairs)
         args: tuple[Any, ...] = (

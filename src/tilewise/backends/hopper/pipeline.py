@@ -211,12 +211,18 @@ def store_rows(desc, view, stage, x, b, h, i, first, length, where, D: gl.conste
 
 
 @gluon.jit
-def take(ticket, ids, done):
-    """The next work item, handed on to the other partitions."""
-    t = gl.atomic_add(ticket, 1)
+def hand_on(t, ids, done):
+    """A work item, to the other partitions. All lanes of a warp store it, and once they have, one of them arrives."""
     await_empty(ids, done, 2)
     ids.data.index(done & 1).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(ids.full.index(done & 1), count=1)
+
+
+@gluon.jit
+def take(ticket, ids, done):
+    """The next work item, handed on."""
+    t = gl.atomic_add(ticket, 1)
+    hand_on(t, ids, done)
     return t
 
 
