@@ -55,5 +55,5 @@ def careful_kernel(
                             tile, pair % kv_heads, pair // kv_heads + b, q, k, v, do, lse, None, delta, dk, dv, qs, ks,
                             vs, dos, dks, dvs, stats, first_q, first_k, own_q, own_k, heads, group, scale, qk_scale,
                             cap, None, (0, 0, 0, 0), None, (0, 0), None, 0, 1.0, None, (0, 0, 0), m, KEEP, REACH_Q, D,
-                            DV, 64, 64, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, False, "ieee", False, True,
+                            DV, 64, 64, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, False, "ieee", False, False, True,
                         )  # fmt: skip
