@@ -18,8 +18,8 @@ neighbouring tiles, while the other side's strips stream past. Besides the outpu
 heads at work (two in the backward, one more under a softcap and where products are rounded), a strip of each side, and
 the dQ of these heads.
 
-Where nothing is added to the scores they are in units of log2: q comes scaled by scale * log2(e), and exp is exp2,
-which is as exact and which PyTorch's CPU kernels compute several times faster.
+exp is exp2, which is as exact and which PyTorch's CPU kernels compute several times faster. Where nothing is added to
+the scores they are in units of log2: q comes scaled by scale * log2(e).
 
 Gradients of bf16 on a CPU that multiplies it: P and dS are rounded to bf16, as kernels for GPUs do, for the three
 products that sum them up (``_rounded``). S and dP stay fp32, as an error in them is one of P itself.
@@ -29,9 +29,11 @@ Source: Dao et al. 2022, "FlashAttention", algorithms 1-4; Dao 2023, "FlashAtten
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,12 +57,15 @@ _AT_ONCE = 2**16  # scores of all heads: with fewer, what tiles need beside the 
 _STRIP = 4096  # queries or keys that are prepared at once
 # Products of an fp32 tile that are added up in one chain: the error of a sum grows with its length. With so many the
 # errors are those of PyTorch (the table of benchmarks/cpu.py). Chains of 128 in the forward would be 5 % faster, its
-# error 6 % larger; chains of 64 in the backward a tenth slower, its errors 5 to 10 % smaller.
+# error 6 % larger; chains of 64 in the backward a tenth slower, its errors 5 to 10 % smaller. PyTorch adds up fewer
+# queries at once where there are fewer than 768: so does the sum of dK and dV.
 _CHAIN, _CHAIN_BACKWARD = 64, 128
+_CHAIN_SHORT, _FEW_QUERIES = 32, 768
 _NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp(-46) are far from the ends of fp32
 _LOG2E = math.log2(math.e)
 
 Place = tuple[int, int, int]  # of a tile, relative to the diagonal, and its shape
+Keep = Callable[[], Tensor]  # makes the mask of a tile, broadcastable to (nb, nh, m, k): where 0 * NaN may not be NaN
 
 
 class TiledBackend(Backend):
@@ -118,9 +123,11 @@ class TiledBackend(Backend):
         if backward and _rounded(r):  # dQ is a sum over the keys of a tile
             n = 1024
         m = max(16, m // r.group)  # the rows of a group are stacked
-        room = _room() // (max(1, min(m, seq.len_q)) * r.group)  # keys of a tile, over all heads at work
+        room = _room(r, backward) // (max(1, min(m, seq.len_q)) * r.group)  # keys of a tile, over all heads at work
         if r.mask is None or (one_sided and room >= 1024 * r.batch * r.kv_heads):
             n = 1024
+        if backward and r.mask is None and r.bias is not None:
+            n = 2048
         if seq.len_q < m:  # few queries (decoding): longer tiles of keys for the same work
             n = max(n, room // 4 // _CHAIN_BACKWARD * _CHAIN_BACKWARD)
         return max(1, min(m, seq.len_q)), max(1, min(n, seq.len_k))
@@ -133,7 +140,7 @@ class TiledBackend(Backend):
         m, n = self.block_shape(r, seq, backward)
         grid = Grid(r.batch, r.heads, seq.len_q, seq.len_k, m, n, r.device)
         tiles = tile_map(r.mask, grid)
-        pairs = max(1, _room() // (m * n * r.group))
+        pairs = max(1, _room(r, backward) // (m * n * r.group))
         kv_step = min(pairs, r.kv_heads)
         batch_step = max(1, pairs // r.kv_heads)
         same = tiles.block(seq.batch, slice(None)) if tiles.table.shape[:2] == (1, 1) else None
@@ -146,9 +153,10 @@ class TiledBackend(Backend):
 
 
 def _unit(r: Request) -> float:
-    """What a natural score is multiplied by, so that P is exp2 of it: log2(e); 1 where it must stay natural, for exp.
+    """What a natural score is multiplied by, so that P is exp2 of it: log2(e); 1 where it must stay natural.
 
-    A bias of finfo.min must stay finite, and ALiBi's and the largest scores as exact as they are.
+    A bias of finfo.min must stay finite, and ALiBi's and the largest scores as exact as they are: these are multiplied
+    as late as in ``_exp_``.
     """
     return 1.0 if r.bias is not None or r.alibi is not None or r.want_max_logits else _LOG2E
 
@@ -178,8 +186,15 @@ def _ds_scale(r: Request) -> float:
     return r.scale if _rounded(r) else 1.0
 
 
-def _room() -> int:
-    return _SCORES * min(torch.get_num_threads(), _MOST_THREADS)
+def _room(r: Request, backward: bool) -> int:
+    """Elements of a tile of scores, over all heads at work.
+
+    Tiles of bf16 are computed in less time, of which Python's would be more. A bias and its gradient are tiles as well.
+    """
+    scores = _SCORES
+    if backward:
+        scores = 2 * scores if _rounded(r) else scores // 2 if r.bias is not None else scores
+    return scores * min(torch.get_num_threads(), _MOST_THREADS)
 
 
 class Strip(NamedTuple):
@@ -276,6 +291,10 @@ class Block(NamedTuple):
         m = tile.rows.stop - tile.rows.start
         return s.view(nb, nkv, s.shape[1], self.r.group, m).permute(0, 1, 3, 4, 2)
 
+    def masked(self, s: Tensor, tile: Tile) -> Tensor:
+        """What of ``by_head`` needs the mask."""
+        return self.by_head(s, tile)[..., tile.masked.start - tile.cols.start : tile.masked.stop - tile.cols.start]
+
     def split(self, x: Tensor) -> Tensor:
         """(nb or 1, nh or 1, m, k) as (nb or 1, nkv or 1, group or 1, m, k), to go with ``by_head``."""
         return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (-1, self.r.group))
@@ -364,17 +383,17 @@ def _all_near_zero(r: Request) -> bool:
         return False
     if r.len_q * r.group < 64 or not r.q.numel() or not r.k.numel():  # a pass over the keys costs more than it saves
         return False
-    largest = [torch.linalg.vector_norm(x, dim=-1, dtype=r.state_dtype).amax() for x in (r.q, r.k)]
-    bound = float(largest[0] * largest[1]) * abs(r.scale)  # NaN if something is, and so never below anything
+    largest = [float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (r.q, r.k)]
+    bound = largest[0] * largest[1] * abs(r.scale)  # NaN if something is, and so never below anything
     if r.softcap is not None and math.isfinite(bound):
         bound = min(bound, r.softcap)
-    return bound * _unit(r) < 0.99 * _NEAR  # less what rounding may add
+    return bound * _unit(r) < 0.99 * _NEAR  # less what rounding may add: each norm of bf16 one part in 256
 
 
 def _scores(
     w: Block, tile: Tile, q: Tensor, k: Tensor, near: bool, scratch: _Scratch
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A tile of scores (n, k, group * m); what is kept of it, None for all; tanh of the softcap.
+) -> tuple[Tensor, Keep | None, Tensor | None]:
+    """A tile of scores (n, k, group * m); what makes the mask of what is kept, None for all; tanh of the softcap.
 
     q (n, group * m, D) comes scaled, k is (n, k, D). What is masked is -inf, unless the scores are ``near`` 0:
     ``_exp_`` takes it out then.
@@ -388,32 +407,38 @@ def _scores(
     if tile.verdict != PARTIAL and r.bias is None and r.alibi is None:
         return s, None, tanh
     by_head = w.by_head(s, tile)
-    keep = scratch.keep(w, tile) if tile.verdict == PARTIAL else None
+    keep = partial(scratch.keep, w, tile) if tile.verdict == PARTIAL else None
     bias = r.bias_tile(w.patch(tile)) if r.bias is not None or r.alibi is not None else None
     if bias is not None:
         by_head.add_(w.split(bias))
-        if not bool(bias.amin() > NEG_INF):  # -inf excludes as False does: not even a NaN shines through
+        if not float(bias.amin()) > NEG_INF:  # -inf excludes as False does: not even a NaN shines through
             allowed = bias != NEG_INF
-            keep = allowed if keep is None else keep & allowed
-    if keep is not None and not near:
-        by_head.masked_fill_(w.split(~keep), NEG_INF)
+            by_head.masked_fill_(w.split(~allowed), NEG_INF)
+            keep = partial(_both, allowed, keep)
+    if tile.verdict == PARTIAL and not near:
+        w.masked(s, tile).masked_fill_(w.split(~scratch.keep(w, tile.edge())), NEG_INF)
     return s, keep, tanh
 
 
-def _exp_(w: Block, tile: Tile, s: Tensor, keep: Tensor | None, near: bool, scratch: _Scratch) -> Tensor:
+def _both(allowed: Tensor, keep: Keep | None) -> Tensor:
+    return allowed if keep is None else allowed & keep()
+
+
+def _exp_(w: Block, tile: Tile, s: Tensor, keep: Keep | None, near: bool, scratch: _Scratch) -> Tensor:
     """exp(s) in place, 0 where masked. CPUs take up to a hundred times longer where the result is denormal or 0."""
-    exp_ = Tensor.exp_ if _unit(w.r) == 1.0 else Tensor.exp2_
+    if _unit(w.r) == 1.0:
+        s.mul_(_LOG2E)
     if not near:
         tiny = torch.finfo(s.dtype).tiny
-        return torch.threshold_(exp_(s.clamp_(min=math.log(1.5 * tiny) * _unit(w.r))), 2 * tiny, 0.0)
-    p = exp_(s)
+        return torch.threshold_(s.clamp_(min=math.log2(1.5 * tiny)).exp2_(), 2 * tiny, 0.0)
+    p = s.exp2_()
     if keep is not None:
-        w.by_head(p, tile).permute(0, 1, 4, 2, 3).mul_(scratch.factor(w, tile, keep))
+        w.masked(p, tile).permute(0, 1, 4, 2, 3).mul_(scratch.factor(w, tile.edge()))
     return p
 
 
 def _fold_(
-    w: Block, tile: Tile, seen: _Rows, s: Tensor, v1: Tensor, keep: Tensor | None, scratch: _Scratch,
+    w: Block, tile: Tile, seen: _Rows, s: Tensor, v1: Tensor, keep: Keep | None, scratch: _Scratch,
     near: bool, clean: bool,
 ) -> None:  # fmt: skip
     """``state.fold`` in place: ``s`` becomes the tile's exp(s - m), and the sums take it in.
@@ -431,7 +456,7 @@ def _fold_(
     if keep is None or clean:
         _add_sum_over_keys(seen.acc, v1, p, _CHAIN, scratch)
     else:
-        _add_kept_product(seen.acc.mT, p.mT, v1, w.like_scores(keep, tile, p).mT)
+        _add_kept_product(seen.acc.mT, p.mT, v1, w.like_scores(keep(), tile, p).mT)
 
 
 def _move_m_(seen: _Rows, s: Tensor, exp: Callable[[Tensor], Tensor]) -> None:
@@ -548,9 +573,9 @@ def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients, scratch: _S
 
 
 def _no_dq(w: Block, strip: Strip) -> Tensor:
-    """dQ of a strip, (t, n, group * m, D); in fp32 its memory is transposed as that of the scores is."""
+    """dQ of a strip, (t, n, group * m, D); in fp32 its memory is transposed where that of the scores is."""
     t, n, m, d = len(strip.tiles), w.pairs, w.r.group * w.rows(strip), w.r.dim
-    if _rounded(w.r):
+    if _rounded(w.r) or w.r.bias is not None:
         return torch.zeros(t, n, m, d, dtype=w.r.state_dtype, device=w.r.device)
     return torch.zeros(t, n, d, m, dtype=w.r.state_dtype, device=w.r.device).mT
 
@@ -566,16 +591,16 @@ def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
     r = w.r
     q, do = (w.queries(x, strip, _factor_dtype(r)) for x in (r.q, saved.dout))
     lse, delta, weight = _row_stats(w, strip, saved, do, _unit(r))
-    if weight is not None:
-        do, delta = do * weight[..., None], delta * weight
-    if r.dropout_p > 0:  # the weight of survivors, of P in dV and of dP in dS
-        do = do * _survivor_weight(r)
     # Rounded to fewer digits -lse would be another one.
     exact = r.state_dtype == torch.float64 or products.exact(r.device)
     with_lse, with_delta = exact and r.softcap is None, exact and r.dropout_p == 0
     delta = delta * _ds_scale(r)
     q1 = _with(q, -lse if with_lse else 0.0, _q_scale(r))
-    do1 = _with(do, -delta if with_delta else 0.0, _ds_scale(r))
+    # the weight of survivors is that of P in dV and of dP in dS
+    do1 = _with(do, -delta if with_delta else 0.0, _survivor_weight(r) if r.dropout_p > 0 else _ds_scale(r))
+    if weight is not None:
+        do1.mul_(weight[..., None])
+        delta = delta * weight
     return _Queries(
         q1,
         do1,
@@ -618,7 +643,7 @@ def _backward_tile(
     if x.lse is not None:
         s.sub_(x.lse[:, None])
     p = _exp_(w, tile, s, keep, near, scratch)
-    kept = None if keep is None or clean else w.like_scores(keep, tile, p)
+    kept = None if keep is None or clean else w.like_scores(keep(), tile, p)
     if kept is not None:
         p.masked_fill_(~kept, 0)
         if tanh is not None:
@@ -636,15 +661,16 @@ def _backward_tile(
         p, ds = scratch.rounded(2, p), scratch.rounded(0, ds)  # dS where P was
     if dq is not None and kept is not None:
         _add_kept_product(dq, ds.mT, y.k, kept.mT)
-    elif dq is not None and _rounded(r):
+    elif dq is not None and dq.is_contiguous():
         _add_product(dq, ds.mT, y.k)
     elif dq is not None:
         _add_sum_over_keys(dq.mT, y.k, ds, _CHAIN_BACKWARD, scratch)
+    add = partial(_add_sum_over_queries, w)
     for acc, a, b in ((y.dk, ds, x.q), (y.dv, p, x.do)):
         if acc is not None and kept is None:
-            _add_product(acc, a, b)
+            add(acc, a, b)
         elif acc is not None and kept is not None:
-            _add_kept_product(acc, a, b, kept)
+            _add_kept_product(acc, a, b, kept, add)
 
 
 def _dscores(
@@ -674,7 +700,8 @@ class _Gradients:
             if name not in needs or x is None:
                 return None
             if name == "bias" and not _broadcast_dims(r, x):  # every element is written once, or if masked not at all
-                return torch.empty_like(x) if r.mask is None and r.ragged is None else torch.zeros_like(x)
+                g = _in_huge_pages(torch.empty_like(x))
+                return g if r.mask is None and r.ragged is None else g.zero_()
             return torch.zeros_like(x, dtype=r.state_dtype)
 
         self.q, self.k, self.v = written("q", r.q), written("k", r.k), written("v", r.v)
@@ -735,6 +762,20 @@ def _have_malloc_keep_memory() -> None:
     bytearray(2**25 - 2**16)
 
 
+def _in_huge_pages(x: Tensor) -> Tensor:
+    """Ask for huge pages under a large tensor of which no page was used, where the system gives them on request.
+
+    To page in 4 KiB at a time takes longer than to compute what is written there, in a virtual machine five times as
+    long. malloc maps larger pieces than 32 MiB apart from others: the advice goes when the tensor is freed.
+    """
+    advice, size = getattr(mmap, "MADV_HUGEPAGE", None), x.numel() * x.element_size()
+    if x.device.type == "cpu" and advice is not None and size > 2**25:
+        start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(x.data_ptr() + size - start), ctypes.c_int(advice))
+    return x
+
+
 class _Scratch:
     """Room for tiles of scores, allocated once a call: to page in fresh memory takes as long as to compute a tile."""
 
@@ -789,9 +830,9 @@ class _Scratch:
         mask, patch = self.r.mask, w.patch(tile)
         return self._alike(self.keeps, w, tile, lambda: mask.keep(patch))
 
-    def factor(self, w: Block, tile: Tile, keep: Tensor) -> Tensor:
+    def factor(self, w: Block, tile: Tile) -> Tensor:
         """``keep`` as 1 and 0 in the memory order of the scores, broadcastable to (nb, nkv, k, group, m)."""
-        kept = w.split(keep).permute(0, 1, 4, 2, 3)
+        kept = w.split(self.keep(w, tile)).permute(0, 1, 4, 2, 3)
         return self._alike(
             self.factors, w, tile, lambda: kept.to(self.r.state_dtype, memory_format=torch.contiguous_format)
         )
@@ -845,10 +886,7 @@ def _unbind(x: Any) -> list[Any]:
 
 def _finite(*xs: Tensor) -> bool:
     """Whether nothing in them is NaN or infinite. A sum that overflows says no, which costs time and nothing else."""
-    total = xs[0].sum()
-    for x in xs[1:]:
-        total = total + x.sum()
-    return bool(torch.isfinite(total))
+    return math.isfinite(sum(float(x.sum()) for x in xs))
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
@@ -886,7 +924,18 @@ def _add_sum_over_keys(acc: Tensor, x: Tensor, p: Tensor, longest: int, scratch:
     acc.add_(torch.sum(parts.view(n, -1, d, m), 1, out=total))
 
 
-def _add_kept_product(acc: Tensor, a: Tensor, b: Tensor, keep: Tensor) -> None:
+def _add_sum_over_queries(w: Block, acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """acc (n, k, d) += a b for a (n, k, m) and b (n, m, d), in short chains where there are few queries."""
+    if not (_chained(w.r) and a.is_contiguous() and w.seq.len_q < _FEW_QUERIES):
+        _add_product(acc, a, b)
+        return
+    for i in range(0, a.shape[2], _CHAIN_SHORT):
+        _add_product(acc, a[:, :, i : i + _CHAIN_SHORT], b[:, i : i + _CHAIN_SHORT])
+
+
+def _add_kept_product(
+    acc: Tensor, a: Tensor, b: Tensor, keep: Tensor, add: Callable[[Tensor, Tensor, Tensor], None] = _add_product
+) -> None:
     """acc += a @ b where ``a`` is 0 wherever ``keep`` (n, i, j) is False, and b may hold NaN and infinities.
 
     0 * NaN is NaN, but a pair that is not kept must add nothing: such rows of b are multiplied element by element.
@@ -894,7 +943,7 @@ def _add_kept_product(acc: Tensor, a: Tensor, b: Tensor, keep: Tensor) -> None:
     finite = torch.isfinite(b)
     whole = torch.where(finite, b, 0.0)
     if acc.is_contiguous():
-        _add_product(acc, a, whole)
+        add(acc, a, whole)
     else:  # the same bits as the product in which all is finite, which runs transposed
         _add_product(acc.mT, whole.mT, a.mT)
     odd = torch.where(finite, 0.0, b)
