@@ -65,6 +65,7 @@ _NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp
 _LOG2E = math.log2(math.e)
 
 Place = tuple[int, int, int]  # of a tile, relative to the diagonal, and its shape
+Add = Callable[[Tensor, Tensor, Tensor], None]  # acc += a @ b
 Keep = Callable[[], Tensor]  # makes the mask of a tile, broadcastable to (nb, nh, m, k): where 0 * NaN may not be NaN
 
 
@@ -126,8 +127,6 @@ class TiledBackend(Backend):
         room = _room(r, backward) // (max(1, min(m, seq.len_q)) * r.group)  # keys of a tile, over all heads at work
         if r.mask is None or (one_sided and room >= 1024 * r.batch * r.kv_heads):
             n = 1024
-        if backward and r.mask is None and r.bias is not None:
-            n = 2048
         if seq.len_q < m:  # few queries (decoding): longer tiles of keys for the same work
             n = max(n, room // 4 // _CHAIN_BACKWARD * _CHAIN_BACKWARD)
         return max(1, min(m, seq.len_q)), max(1, min(n, seq.len_k))
@@ -339,7 +338,7 @@ class _Rows(NamedTuple):
     q: Tensor  # (t, n, group * m, D), scaled, in ``_unit``, as all scores are
     high: Tensor  # (t, n, group * m), the largest score
     m: Tensor  # (t, n, group * m), what is taken off every score before exp: 0, or near ``high``
-    acc: Tensor  # (t, n, Dv + 1, group * m), transposed as the scores are; the last row is l
+    acc: Tensor  # (t, n, Dv + 1, group * m), in memory transposed as the scores are; the last row is l
 
 
 def _forward(w: Block, strip: Strip, near: bool, to: Output, scratch: _Scratch) -> None:
@@ -366,7 +365,9 @@ def _nothing_seen(w: Block, strip: Strip) -> _Rows:
     q = w.queries(w.r.q, strip)
     q = torch.mul(q, _q_scale(w.r), out=q.new_empty(q.shape))  # in memory as listed, which not every layout becomes
     m = q.new_zeros(q.shape[:3])
-    return _Rows(q, torch.full_like(m, NEG_INF), m, m.new_zeros(*q.shape[:2], w.r.dim_v + 1, q.shape[2]))
+    t, n, rows, d1 = *q.shape[:3], w.r.dim_v + 1
+    acc = m.new_zeros(t, n, d1, rows) if w.r.bias is None else m.new_zeros(t, n, rows, d1).mT
+    return _Rows(q, torch.full_like(m, NEG_INF), m, acc)
 
 
 def _q_scale(r: Request) -> float:
@@ -453,10 +454,10 @@ def _fold_(
     if w.r.dropout_p > 0:  # l is that of all keys: here v1 ends in zeros
         seen.acc[:, -1].add_(p.sum(1))
         w.by_head(p, tile).mul_(_survivors(w, tile, scratch))
-    if keep is None or clean:
-        _add_sum_over_keys(seen.acc, v1, p, _CHAIN, scratch)
-    else:
-        _add_kept_product(seen.acc.mT, p.mT, v1, w.like_scores(keep(), tile, p).mT)
+    add = partial(_add_sum_over_keys, _CHAIN, scratch)
+    if keep is not None and not clean:
+        add = partial(_add_kept_product, add, w.like_scores(keep(), tile, p).mT)
+    add(seen.acc.mT, p.mT, v1)
 
 
 def _move_m_(seen: _Rows, s: Tensor, exp: Callable[[Tensor], Tensor]) -> None:
@@ -573,11 +574,16 @@ def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients, scratch: _S
 
 
 def _no_dq(w: Block, strip: Strip) -> Tensor:
-    """dQ of a strip, (t, n, group * m, D); in fp32 its memory is transposed where that of the scores is."""
+    """dQ of a strip, (t, n, group * m, D)."""
     t, n, m, d = len(strip.tiles), w.pairs, w.r.group * w.rows(strip), w.r.dim
-    if _rounded(w.r) or w.r.bias is not None:
+    if _dq_as_listed(w.r):
         return torch.zeros(t, n, m, d, dtype=w.r.state_dtype, device=w.r.device)
     return torch.zeros(t, n, d, m, dtype=w.r.state_dtype, device=w.r.device).mT
+
+
+def _dq_as_listed(r: Request) -> bool:
+    """Whether dQ lies in memory as it is listed. In fp32 it is transposed where the scores are."""
+    return _rounded(r) or r.bias is not None
 
 
 def _no_dkdv(w: Block, strip: Strip, grads: _Gradients) -> _Keys:
@@ -591,9 +597,9 @@ def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
     r = w.r
     q, do = (w.queries(x, strip, _factor_dtype(r)) for x in (r.q, saved.dout))
     lse, delta, weight = _row_stats(w, strip, saved, do, _unit(r))
-    # Rounded to fewer digits -lse would be another one.
+    # Rounded to fewer digits -lse would be another one. A score is small beside lse, so a bias comes before it.
     exact = r.state_dtype == torch.float64 or products.exact(r.device)
-    with_lse, with_delta = exact and r.softcap is None, exact and r.dropout_p == 0
+    with_lse, with_delta = exact and r.softcap is None and r.bias is None, exact and r.dropout_p == 0
     delta = delta * _ds_scale(r)
     q1 = _with(q, -lse if with_lse else 0.0, _q_scale(r))
     # the weight of survivors is that of P in dV and of dP in dS
@@ -659,18 +665,17 @@ def _backward_tile(
         _drop_(w, tile, p, survivors, clean)
     if _rounded(r):
         p, ds = scratch.rounded(2, p), scratch.rounded(0, ds)  # dS where P was
-    if dq is not None and kept is not None:
-        _add_kept_product(dq, ds.mT, y.k, kept.mT)
-    elif dq is not None and dq.is_contiguous():
-        _add_product(dq, ds.mT, y.k)
-    elif dq is not None:
-        _add_sum_over_keys(dq.mT, y.k, ds, _CHAIN_BACKWARD, scratch)
-    add = partial(_add_sum_over_queries, w)
-    for acc, a, b in ((y.dk, ds, x.q), (y.dv, p, x.do)):
-        if acc is not None and kept is None:
-            add(acc, a, b)
-        elif acc is not None and kept is not None:
-            _add_kept_product(acc, a, b, kept, add)
+    over_keys = _add_product if _dq_as_listed(r) else partial(_add_sum_over_keys, _CHAIN_BACKWARD, scratch)
+    over_queries = _sum_over_queries(r, w.seq)
+    if kept is not None:
+        over_keys = partial(_add_kept_product, over_keys, kept.mT)
+        over_queries = partial(_add_kept_product, over_queries, kept)
+    if dq is not None:
+        over_keys(dq, ds.mT, y.k)
+    if y.dk is not None:
+        over_queries(y.dk, ds, x.q)
+    if y.dv is not None:
+        over_queries(y.dv, p, x.do)
 
 
 def _dscores(
@@ -912,40 +917,41 @@ def _chains(k: int, longest: int) -> int:
     return next((c for c in range(-(-k // longest), 2 * k // longest + 1) if c and k % c == 0), 1)
 
 
-def _add_sum_over_keys(acc: Tensor, x: Tensor, p: Tensor, longest: int, scratch: _Scratch) -> None:
-    """acc (n, d, m) += x^T p for x (n, k, d) and p (n, k, m), in ``_chains``."""
-    (n, d, m), k = acc.shape, p.shape[1]
-    c = _chains(k, longest) if p.is_contiguous() and _chained(scratch.r) else 1
-    if c == 1:
-        _add_product(acc, x.mT, p)
-        return
-    parts, total = scratch.parts(c, n, d, m)
-    torch.bmm(x.reshape(-1, k // c, d).mT, p.view(-1, k // c, m), out=parts)
-    acc.add_(torch.sum(parts.view(n, -1, d, m), 1, out=total))
+def _add_sum_over_keys(longest: int, scratch: _Scratch, acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """acc (n, m, d) += a b for a (n, m, k) and b (n, k, d), in ``_chains``; beside a bias twice as long ones."""
+    (n, m, d), k = acc.shape, a.shape[2]
+    if not _chained(scratch.r):
+        _add_product(acc.mT, b.mT, a.mT)
+    elif scratch.r.bias is not None:
+        _add_in_parts(k // _chains(k, 2 * longest), acc, a, b)
+    elif (c := _chains(k, longest)) == 1:
+        _add_product(acc.mT, b.mT, a.mT)
+    else:
+        parts, total = scratch.parts(c, n, d, m)
+        torch.bmm(b.reshape(-1, k // c, d).mT, a.mT.view(-1, k // c, m), out=parts)
+        acc.mT.add_(torch.sum(parts.view(n, -1, d, m), 1, out=total))
 
 
-def _add_sum_over_queries(w: Block, acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """acc (n, k, d) += a b for a (n, k, m) and b (n, m, d), in short chains where there are few queries."""
-    if not (_chained(w.r) and a.is_contiguous() and w.seq.len_q < _FEW_QUERIES):
-        _add_product(acc, a, b)
-        return
-    for i in range(0, a.shape[2], _CHAIN_SHORT):
-        _add_product(acc, a[:, :, i : i + _CHAIN_SHORT], b[:, i : i + _CHAIN_SHORT])
+def _add_in_parts(longest: int, acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """acc (n, i, d) += a b for a (n, i, j) and b (n, j, d), of which at most ``longest`` are added up in one chain."""
+    for j in range(0, a.shape[2], longest):
+        _add_product(acc, a[:, :, j : j + longest], b[:, j : j + longest])
 
 
-def _add_kept_product(
-    acc: Tensor, a: Tensor, b: Tensor, keep: Tensor, add: Callable[[Tensor, Tensor, Tensor], None] = _add_product
-) -> None:
-    """acc += a @ b where ``a`` is 0 wherever ``keep`` (n, i, j) is False, and b may hold NaN and infinities.
+def _sum_over_queries(r: Request, seq: Sequence) -> Add:
+    """How dK and dV add up their products."""
+    few = seq.len_q < _FEW_QUERIES and r.bias is None
+    return partial(_add_in_parts, _CHAIN_SHORT) if few and _chained(r) else _add_product
+
+
+def _add_kept_product(add: Add, keep: Tensor, acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """``add`` a @ b to acc where ``a`` is 0 wherever ``keep`` (n, i, j) is False, and b may hold NaN and infinities.
 
     0 * NaN is NaN, but a pair that is not kept must add nothing: such rows of b are multiplied element by element.
     """
     finite = torch.isfinite(b)
     whole = torch.where(finite, b, 0.0)
-    if acc.is_contiguous():
-        add(acc, a, whole)
-    else:  # the same bits as the product in which all is finite, which runs transposed
-        _add_product(acc.mT, whole.mT, a.mT)
+    add(acc, a, whole)  # the same bits as where all is finite
     odd = torch.where(finite, 0.0, b)
     for j in (~finite).any(-1).any(0).nonzero().flatten().tolist():
         if bool(keep[:, :, j].any()):
