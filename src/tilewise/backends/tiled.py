@@ -351,7 +351,7 @@ def _forward(w: Block, strip: Strip, near: bool, to: Output, scratch: _Scratch) 
         if not any(tiles for _, tiles in visits):
             continue
         k, v1 = w.keys(r.k, keys).contiguous(), _summed_over(r, w.keys(r.v, keys), 1.0 if r.dropout_p == 0 else 0.0)
-        clean = _finite(v1)
+        clean = not _hides(r) or _finite(v1)
         for (c, tiles), k_c, v_c in zip(visits, k.unbind(), v1.unbind(), strict=True):
             cols = grid.cols_of(c)
             for i, tile in tiles:
@@ -551,13 +551,13 @@ def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients, scratch: _S
     dq = [] if grads.q is None else [_no_dq(w, strip) for strip in strips]
     for keys in _strips(grid.len_k, grid.block_n):
         y = _no_dkdv(w, keys, grads)
-        ys, clean_y = _unbind(y), _finite(y.k1, y.v1)
+        ys, clean_y = _unbind(y), not _hides(w.r) or _finite(y.k1, y.v1)
         for b, strip in enumerate(strips):
             visits = [list(w.tiles.row(w.verdicts, i, keys.tiles)) for i in strip.tiles]
             if not any(visits):
                 continue
             x = _queries(w, strip, saved)
-            clean = clean_y and _finite(x.q1, x.do1)
+            clean = clean_y and (not _hides(w.r) or _finite(x.q1, x.do1))
             for n, (x_i, tiles) in enumerate(zip(_unbind(x), visits, strict=True)):
                 for c, tile in tiles:
                     y_c, cols = ys[c - keys.tiles.start], grid.cols_of(c)
@@ -629,11 +629,11 @@ def _row_stats(w: Block, strip: Strip, saved: Saved, do: Tensor, unit: float) ->
     weight = None if saved.lse_low is None else torch.exp(-w.stats(saved.lse_low, strip))
     lse = w.stats(saved.lse, strip)
     lse = torch.where(lse == NEG_INF, 0.0, lse)
-    if unit != 1.0:
-        exact = lse.double() * unit
-        lse = exact.to(lse.dtype)
-        weight = None if weight is None else weight * torch.exp2(lse - exact).to(lse.dtype)
-    return lse, delta, weight
+    if weight is None:
+        return lse * unit, delta, None
+    exact = lse.double() * unit
+    lse = exact.to(lse.dtype)
+    return lse, delta, weight * torch.exp2(lse - exact).to(lse.dtype)
 
 
 def _backward_tile(
@@ -887,6 +887,11 @@ def _unbind(x: Any) -> list[Any]:
     """A named tuple of (t, ...) tensors as t named tuples of their parts; None stays None."""
     t = next(len(f) for f in x if f is not None)
     return [type(x)(*fields) for fields in zip(*([None] * t if f is None else f.unbind() for f in x), strict=True)]
+
+
+def _hides(r: Request) -> bool:
+    """Whether a pair may count for nothing, though a product has it as a factor of 0."""
+    return r.mask is not None or r.bias is not None or r.dropout_p > 0
 
 
 def _finite(*xs: Tensor) -> bool:
