@@ -58,9 +58,9 @@ _STRIP = 4096  # queries or keys that are prepared at once
 # Products of an fp32 tile that are added up in one chain: the error of a sum grows with its length. With so many the
 # errors are those of PyTorch (the table of benchmarks/cpu.py). Chains of 128 in the forward would be 5 % faster, its
 # error 6 % larger; chains of 64 in the backward a tenth slower, its errors 5 to 10 % smaller. PyTorch adds up fewer
-# queries at once where there are fewer than 768: so does the sum of dK and dV.
+# queries at once where there are fewer than 768: so does the sum of dK and dV, unless a call would be slower than it.
 _CHAIN, _CHAIN_BACKWARD = 64, 128
-_CHAIN_SHORT, _FEW_QUERIES = 32, 768
+_CHAIN_SHORT, _FEW_QUERIES = 32, range(256, 768)
 _NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp(-46) are far from the ends of fp32
 _LOG2E = math.log2(math.e)
 
@@ -945,7 +945,7 @@ def _add_in_parts(longest: int, acc: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _sum_over_queries(r: Request, seq: Sequence) -> Add:
     """How dK and dV add up their products."""
-    few = seq.len_q < _FEW_QUERIES and r.bias is None
+    few = seq.len_q in _FEW_QUERIES and r.bias is None
     return partial(_add_in_parts, _CHAIN_SHORT) if few and _chained(r) else _add_product
 
 
