@@ -124,7 +124,7 @@ class TiledBackend(Backend):
         if backward and _rounded(r):  # dQ is a sum over the keys of a tile
             n = 1024
         m = max(16, m // r.group)  # the rows of a group are stacked
-        room = _room(r, backward) // (max(1, min(m, seq.len_q)) * r.group)  # keys of a tile, over all heads at work
+        room = _room() // (max(1, min(m, seq.len_q)) * r.group)  # keys of a tile, over all heads at work
         if r.mask is None or (one_sided and room >= 1024 * r.batch * r.kv_heads):
             n = 1024
         if seq.len_q < m:  # few queries (decoding): longer tiles of keys for the same work
@@ -139,7 +139,7 @@ class TiledBackend(Backend):
         m, n = self.block_shape(r, seq, backward)
         grid = Grid(r.batch, r.heads, seq.len_q, seq.len_k, m, n, r.device)
         tiles = tile_map(r.mask, grid)
-        pairs = max(1, _room(r, backward) // (m * n * r.group))
+        pairs = max(1, _room() // (m * n * r.group))
         kv_step = min(pairs, r.kv_heads)
         batch_step = max(1, pairs // r.kv_heads)
         same = tiles.block(seq.batch, slice(None)) if tiles.table.shape[:2] == (1, 1) else None
@@ -185,15 +185,8 @@ def _ds_scale(r: Request) -> float:
     return r.scale if _rounded(r) else 1.0
 
 
-def _room(r: Request, backward: bool) -> int:
-    """Elements of a tile of scores, over all heads at work.
-
-    Tiles of bf16 are computed in less time, of which Python's would be more. A bias and its gradient are tiles as well.
-    """
-    scores = _SCORES
-    if backward:
-        scores = 2 * scores if _rounded(r) else scores // 2 if r.bias is not None else scores
-    return scores * min(torch.get_num_threads(), _MOST_THREADS)
+def _room() -> int:
+    return _SCORES * min(torch.get_num_threads(), _MOST_THREADS)
 
 
 class Strip(NamedTuple):
