@@ -119,6 +119,9 @@ def test_tiles_never_lie(tree, lq, lk, bm, bn):
                 part = kept[b, h, tile.rows, tile.cols]
                 assert tile.verdict in (PARTIAL, FULL)
                 assert tile.verdict != FULL or bool(part.all())
+                if tile.verdict == PARTIAL:
+                    beside = [tile.cols.start, tile.masked.start], [tile.masked.stop, tile.cols.stop]
+                    assert all(j0 <= j1 and bool(kept[b, h, tile.rows, j0:j1].all()) for j0, j1 in beside)
                 seen[tile.rows, tile.cols] = True
         assert not bool((kept[b, h] & ~seen).any())
     together = tiles.block(slice(0, 2), slice(0, 2))

@@ -143,3 +143,31 @@ def test_without_all_digits_no_sum_hides_in_a_product(
 def test_sums_go_in_equal_chains(keys: int, parts: int) -> None:
     assert tiled._chains(keys, 128) == parts
     assert parts == 1 or 64 <= keys // parts <= 128
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_chains_change_no_more_than_the_last_digits(
+    monkeypatch: pytest.MonkeyPatch, bias: bool, poisoned: bool
+) -> None:
+    """Also where NaN lies behind the mask, and then to the same bits as without it."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 300, 16, generator=g) for _ in range(4))
+    b = torch.randn(1, 2, 300, 300, generator=g) if bias else None
+    mask = masks.key_lengths([260])
+
+    def results(v: Tensor, backend: str, dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v, *([] if b is None else [b]))]
+        out = tilewise.attention(*inputs[:3], mask, bias=None if b is None else inputs[3], backend=backend)
+        return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(dtype))]
+
+    monkeypatch.setattr(products, "in_one_chain", lambda device: True)
+    assert 300 in tiled._FEW_QUERIES
+    found = results(v, "tiled", torch.float32)
+    for a, e in zip(found, results(v, "dense", torch.float64), strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-5)
+    if poisoned:
+        w = v.clone()
+        w[:, :, 260:] = float("nan")
+        for a, e in zip(results(w, "tiled", torch.float32), found, strict=True):
+            assert torch.equal(a, e)

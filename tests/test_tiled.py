@@ -1,5 +1,7 @@
 """The backend "tiled" beside the cases that all backends share: threads, strips, and what is known before the scores."""
 
+import mmap
+
 import pytest
 import torch
 
@@ -130,3 +132,13 @@ def test_what_is_masked_changes_no_bit_of_products_of_bf16(spoiled, monkeypatch)
     mask = masks.key_lengths([1050, 700])
     clean, odd = bf16_gradients(mask), bf16_gradients(mask, spoiled=spoiled)
     assert all(torch.equal(a, b) for a, b in zip(clean, odd, strict=True))
+
+
+@pytest.mark.parametrize("mib", [1, 64])
+def test_only_large_tensors_are_asked_for_in_huge_pages(mib, monkeypatch):
+    libraries = []
+    monkeypatch.setattr(tiled.ctypes, "CDLL", lambda name, true=tiled.ctypes.CDLL: libraries.append(1) or true(name))
+    x = torch.empty(mib * 2**18)
+    assert tiled._in_huge_pages(x) is x
+    assert bool((x.fill_(1.0) == 1).all())
+    assert len(libraries) == (mib == 64 and hasattr(mmap, "MADV_HUGEPAGE"))

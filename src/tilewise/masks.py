@@ -121,6 +121,10 @@ class Mask:
         """A range [lo, hi) outside of which these rows keep no key: narrows the tiles at a band's edge."""
         return 0, len_k
 
+    def whole(self, rows: slice, len_q: int, len_k: int) -> tuple[int, int]:
+        """A range [lo, hi) within which these rows keep every key, empty if lo >= hi: the rest needs the mask."""
+        return 0, 0
+
     def relative(self) -> bool:
         """Whether j - i alone decides what is kept, in every batch entry and head."""
         return False
@@ -194,6 +198,12 @@ class Band(Mask):
         lo = 0 if self.left is None else rows.start + off - self.left
         hi = len_k if self.right is None else rows.stop + off + self.right
         return max(lo, 0), min(hi, len_k)
+
+    def whole(self, rows: slice, len_q: int, len_k: int) -> tuple[int, int]:
+        off = self.offset(len_q, len_k)
+        lo = 0 if self.left is None else rows.stop - 1 + off - self.left
+        hi = len_k if self.right is None else rows.start + 1 + off + self.right
+        return lo, hi
 
     def relative(self) -> bool:
         return True
@@ -538,6 +548,10 @@ class All(_Group):
 
     def reach(self, rows: slice, len_q: int, len_k: int) -> tuple[int, int]:
         ranges = [t.reach(rows, len_q, len_k) for t in self.terms]
+        return max(r[0] for r in ranges), min(r[1] for r in ranges)
+
+    def whole(self, rows: slice, len_q: int, len_k: int) -> tuple[int, int]:
+        ranges = [t.whole(rows, len_q, len_k) for t in self.terms]
         return max(r[0] for r in ranges), min(r[1] for r in ranges)
 
     def code(self) -> list[int]:

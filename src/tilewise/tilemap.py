@@ -25,6 +25,11 @@ class Tile(NamedTuple):
     rows: slice
     cols: slice
     verdict: int
+    masked: slice = slice(0, 0)  # the columns of a PARTIAL tile that need it
+
+    def edge(self) -> Tile:
+        """The part of a PARTIAL tile that needs the mask."""
+        return self._replace(cols=self.masked)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,18 @@ class TileMap:
             return Tile(rows, cols, verdict)
         lo, hi = self.mask.reach(rows, g.len_q, g.len_k)  # drop the columns beyond the band's edge
         j0, j1 = max(cols.start, lo), min(cols.stop, hi)
-        return Tile(rows, slice(j0, j1), PARTIAL) if j0 < j1 else None
+        return Tile(rows, slice(j0, j1), PARTIAL, self._masked(rows, j0, j1)) if j0 < j1 else None
+
+    def _masked(self, rows: slice, j0: int, j1: int) -> slice:
+        """What is left of the columns [j0, j1) without those, at one end, that these rows keep."""
+        assert self.mask is not None
+        lo, hi = self.mask.whole(rows, self.grid.len_q, self.grid.len_k)
+        if max(lo, j0) < min(hi, j1):
+            if lo <= j0:
+                j0 = min(hi, j1)
+            elif hi >= j1:
+                j1 = lo
+        return slice(j0, j1)
 
     def visited(self) -> int:
         """Number of tiles computed, over all batch entries and heads."""

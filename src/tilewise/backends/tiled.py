@@ -18,8 +18,8 @@ neighbouring tiles, while the other side's strips stream past. Besides the outpu
 heads at work (two in the backward, one more under a softcap and where products are rounded), a strip of each side, and
 the dQ of these heads.
 
-Where nothing is added to the scores they are in units of log2: q comes scaled by scale * log2(e), and exp is exp2,
-which is as exact and which PyTorch's CPU kernels compute several times faster.
+exp is exp2, which is as exact and which PyTorch's CPU kernels compute several times faster. Where nothing is added to
+the scores they are in units of log2: q comes scaled by scale * log2(e).
 
 Gradients of bf16 on a CPU that multiplies it: P and dS are rounded to bf16, as kernels for GPUs do, for the three
 products that sum them up (``_rounded``). S and dP stay fp32, as an error in them is one of P itself.
@@ -29,9 +29,11 @@ Source: Dao et al. 2022, "FlashAttention", algorithms 1-4; Dao 2023, "FlashAtten
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,12 +57,16 @@ _AT_ONCE = 2**16  # scores of all heads: with fewer, what tiles need beside the 
 _STRIP = 4096  # queries or keys that are prepared at once
 # Products of an fp32 tile that are added up in one chain: the error of a sum grows with its length. With so many the
 # errors are those of PyTorch (the table of benchmarks/cpu.py). Chains of 128 in the forward would be 5 % faster, its
-# error 6 % larger; chains of 64 in the backward a tenth slower, its errors 5 to 10 % smaller.
+# error 6 % larger; chains of 64 in the backward a tenth slower, its errors 5 to 10 % smaller. PyTorch adds up fewer
+# queries at once where there are fewer than 768: so does the sum of dK and dV, unless a call would be slower than it.
 _CHAIN, _CHAIN_BACKWARD = 64, 128
+_CHAIN_SHORT, _FEW_QUERIES = 32, range(256, 768)
 _NEAR = 46.0  # how far a row's largest score may be from its m: exp(46) and exp(-46) are far from the ends of fp32
 _LOG2E = math.log2(math.e)
 
 Place = tuple[int, int, int]  # of a tile, relative to the diagonal, and its shape
+Add = Callable[[Tensor, Tensor, Tensor], None]  # acc += a @ b
+Keep = Callable[[], Tensor]  # makes the mask of a tile, broadcastable to (nb, nh, m, k): where 0 * NaN may not be NaN
 
 
 class TiledBackend(Backend):
@@ -146,9 +152,10 @@ class TiledBackend(Backend):
 
 
 def _unit(r: Request) -> float:
-    """What a natural score is multiplied by, so that P is exp2 of it: log2(e); 1 where it must stay natural, for exp.
+    """What a natural score is multiplied by, so that P is exp2 of it: log2(e); 1 where it must stay natural.
 
-    A bias of finfo.min must stay finite, and ALiBi's and the largest scores as exact as they are.
+    A bias of finfo.min must stay finite, and ALiBi's and the largest scores as exact as they are: these are multiplied
+    as late as in ``_exp_``.
     """
     return 1.0 if r.bias is not None or r.alibi is not None or r.want_max_logits else _LOG2E
 
@@ -276,6 +283,10 @@ class Block(NamedTuple):
         m = tile.rows.stop - tile.rows.start
         return s.view(nb, nkv, s.shape[1], self.r.group, m).permute(0, 1, 3, 4, 2)
 
+    def masked(self, s: Tensor, tile: Tile) -> Tensor:
+        """What of ``by_head`` needs the mask."""
+        return self.by_head(s, tile)[..., tile.masked.start - tile.cols.start : tile.masked.stop - tile.cols.start]
+
     def split(self, x: Tensor) -> Tensor:
         """(nb or 1, nh or 1, m, k) as (nb or 1, nkv or 1, group or 1, m, k), to go with ``by_head``."""
         return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (-1, self.r.group))
@@ -320,7 +331,7 @@ class _Rows(NamedTuple):
     q: Tensor  # (t, n, group * m, D), scaled, in ``_unit``, as all scores are
     high: Tensor  # (t, n, group * m), the largest score
     m: Tensor  # (t, n, group * m), what is taken off every score before exp: 0, or near ``high``
-    acc: Tensor  # (t, n, Dv + 1, group * m), transposed as the scores are; the last row is l
+    acc: Tensor  # (t, n, Dv + 1, group * m), in memory transposed as the scores are; the last row is l
 
 
 def _forward(w: Block, strip: Strip, near: bool, to: Output, scratch: _Scratch) -> None:
@@ -333,7 +344,7 @@ def _forward(w: Block, strip: Strip, near: bool, to: Output, scratch: _Scratch) 
         if not any(tiles for _, tiles in visits):
             continue
         k, v1 = w.keys(r.k, keys).contiguous(), _summed_over(r, w.keys(r.v, keys), 1.0 if r.dropout_p == 0 else 0.0)
-        clean = _finite(v1)
+        clean = not _hides(r) or _finite(v1)
         for (c, tiles), k_c, v_c in zip(visits, k.unbind(), v1.unbind(), strict=True):
             cols = grid.cols_of(c)
             for i, tile in tiles:
@@ -347,7 +358,9 @@ def _nothing_seen(w: Block, strip: Strip) -> _Rows:
     q = w.queries(w.r.q, strip)
     q = torch.mul(q, _q_scale(w.r), out=q.new_empty(q.shape))  # in memory as listed, which not every layout becomes
     m = q.new_zeros(q.shape[:3])
-    return _Rows(q, torch.full_like(m, NEG_INF), m, m.new_zeros(*q.shape[:2], w.r.dim_v + 1, q.shape[2]))
+    t, n, rows, d1 = *q.shape[:3], w.r.dim_v + 1
+    acc = m.new_zeros(t, n, d1, rows) if w.r.bias is None else m.new_zeros(t, n, rows, d1).mT
+    return _Rows(q, torch.full_like(m, NEG_INF), m, acc)
 
 
 def _q_scale(r: Request) -> float:
@@ -364,17 +377,17 @@ def _all_near_zero(r: Request) -> bool:
         return False
     if r.len_q * r.group < 64 or not r.q.numel() or not r.k.numel():  # a pass over the keys costs more than it saves
         return False
-    largest = [torch.linalg.vector_norm(x, dim=-1, dtype=r.state_dtype).amax() for x in (r.q, r.k)]
-    bound = float(largest[0] * largest[1]) * abs(r.scale)  # NaN if something is, and so never below anything
+    largest = [float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (r.q, r.k)]
+    bound = largest[0] * largest[1] * abs(r.scale)  # NaN if something is, and so never below anything
     if r.softcap is not None and math.isfinite(bound):
         bound = min(bound, r.softcap)
-    return bound * _unit(r) < 0.99 * _NEAR  # less what rounding may add
+    return bound * _unit(r) < 0.99 * _NEAR  # less what rounding may add: each norm of bf16 one part in 256
 
 
 def _scores(
     w: Block, tile: Tile, q: Tensor, k: Tensor, near: bool, scratch: _Scratch
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A tile of scores (n, k, group * m); what is kept of it, None for all; tanh of the softcap.
+) -> tuple[Tensor, Keep | None, Tensor | None]:
+    """A tile of scores (n, k, group * m); what makes the mask of what is kept, None for all; tanh of the softcap.
 
     q (n, group * m, D) comes scaled, k is (n, k, D). What is masked is -inf, unless the scores are ``near`` 0:
     ``_exp_`` takes it out then.
@@ -388,32 +401,38 @@ def _scores(
     if tile.verdict != PARTIAL and r.bias is None and r.alibi is None:
         return s, None, tanh
     by_head = w.by_head(s, tile)
-    keep = scratch.keep(w, tile) if tile.verdict == PARTIAL else None
+    keep = partial(scratch.keep, w, tile) if tile.verdict == PARTIAL else None
     bias = r.bias_tile(w.patch(tile)) if r.bias is not None or r.alibi is not None else None
     if bias is not None:
         by_head.add_(w.split(bias))
-        if not bool(bias.amin() > NEG_INF):  # -inf excludes as False does: not even a NaN shines through
+        if not float(bias.amin()) > NEG_INF:  # -inf excludes as False does: not even a NaN shines through
             allowed = bias != NEG_INF
-            keep = allowed if keep is None else keep & allowed
-    if keep is not None and not near:
-        by_head.masked_fill_(w.split(~keep), NEG_INF)
+            by_head.masked_fill_(w.split(~allowed), NEG_INF)
+            keep = partial(_both, allowed, keep)
+    if tile.verdict == PARTIAL and not near:
+        w.masked(s, tile).masked_fill_(w.split(~scratch.keep(w, tile.edge())), NEG_INF)
     return s, keep, tanh
 
 
-def _exp_(w: Block, tile: Tile, s: Tensor, keep: Tensor | None, near: bool, scratch: _Scratch) -> Tensor:
+def _both(allowed: Tensor, keep: Keep | None) -> Tensor:
+    return allowed if keep is None else allowed & keep()
+
+
+def _exp_(w: Block, tile: Tile, s: Tensor, keep: Keep | None, near: bool, scratch: _Scratch) -> Tensor:
     """exp(s) in place, 0 where masked. CPUs take up to a hundred times longer where the result is denormal or 0."""
-    exp_ = Tensor.exp_ if _unit(w.r) == 1.0 else Tensor.exp2_
+    if _unit(w.r) == 1.0:
+        s.mul_(_LOG2E)
     if not near:
         tiny = torch.finfo(s.dtype).tiny
-        return torch.threshold_(exp_(s.clamp_(min=math.log(1.5 * tiny) * _unit(w.r))), 2 * tiny, 0.0)
-    p = exp_(s)
+        return torch.threshold_(s.clamp_(min=math.log2(1.5 * tiny)).exp2_(), 2 * tiny, 0.0)
+    p = s.exp2_()
     if keep is not None:
-        w.by_head(p, tile).permute(0, 1, 4, 2, 3).mul_(scratch.factor(w, tile, keep))
+        w.masked(p, tile).permute(0, 1, 4, 2, 3).mul_(scratch.factor(w, tile.edge()))
     return p
 
 
 def _fold_(
-    w: Block, tile: Tile, seen: _Rows, s: Tensor, v1: Tensor, keep: Tensor | None, scratch: _Scratch,
+    w: Block, tile: Tile, seen: _Rows, s: Tensor, v1: Tensor, keep: Keep | None, scratch: _Scratch,
     near: bool, clean: bool,
 ) -> None:  # fmt: skip
     """``state.fold`` in place: ``s`` becomes the tile's exp(s - m), and the sums take it in.
@@ -428,10 +447,10 @@ def _fold_(
     if w.r.dropout_p > 0:  # l is that of all keys: here v1 ends in zeros
         seen.acc[:, -1].add_(p.sum(1))
         w.by_head(p, tile).mul_(_survivors(w, tile, scratch))
-    if keep is None or clean:
-        _add_sum_over_keys(seen.acc, v1, p, _CHAIN, scratch)
-    else:
-        _add_kept_product(seen.acc.mT, p.mT, v1, w.like_scores(keep, tile, p).mT)
+    add = partial(_add_sum_over_keys, _CHAIN, scratch)
+    if keep is not None and not clean:
+        add = partial(_add_kept_product, add, w.like_scores(keep(), tile, p).mT)
+    add(seen.acc.mT, p.mT, v1)
 
 
 def _move_m_(seen: _Rows, s: Tensor, exp: Callable[[Tensor], Tensor]) -> None:
@@ -525,13 +544,13 @@ def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients, scratch: _S
     dq = [] if grads.q is None else [_no_dq(w, strip) for strip in strips]
     for keys in _strips(grid.len_k, grid.block_n):
         y = _no_dkdv(w, keys, grads)
-        ys, clean_y = _unbind(y), _finite(y.k1, y.v1)
+        ys, clean_y = _unbind(y), not _hides(w.r) or _finite(y.k1, y.v1)
         for b, strip in enumerate(strips):
             visits = [list(w.tiles.row(w.verdicts, i, keys.tiles)) for i in strip.tiles]
             if not any(visits):
                 continue
             x = _queries(w, strip, saved)
-            clean = clean_y and _finite(x.q1, x.do1)
+            clean = clean_y and (not _hides(w.r) or _finite(x.q1, x.do1))
             for n, (x_i, tiles) in enumerate(zip(_unbind(x), visits, strict=True)):
                 for c, tile in tiles:
                     y_c, cols = ys[c - keys.tiles.start], grid.cols_of(c)
@@ -548,11 +567,16 @@ def _backward(w: Block, near: bool, saved: Saved, grads: _Gradients, scratch: _S
 
 
 def _no_dq(w: Block, strip: Strip) -> Tensor:
-    """dQ of a strip, (t, n, group * m, D); in fp32 its memory is transposed as that of the scores is."""
+    """dQ of a strip, (t, n, group * m, D)."""
     t, n, m, d = len(strip.tiles), w.pairs, w.r.group * w.rows(strip), w.r.dim
-    if _rounded(w.r):
+    if _dq_as_listed(w.r):
         return torch.zeros(t, n, m, d, dtype=w.r.state_dtype, device=w.r.device)
     return torch.zeros(t, n, d, m, dtype=w.r.state_dtype, device=w.r.device).mT
+
+
+def _dq_as_listed(r: Request) -> bool:
+    """Whether dQ lies in memory as it is listed. In fp32 it is transposed where the scores are."""
+    return _rounded(r) or r.bias is not None
 
 
 def _no_dkdv(w: Block, strip: Strip, grads: _Gradients) -> _Keys:
@@ -566,16 +590,16 @@ def _queries(w: Block, strip: Strip, saved: Saved) -> _Queries:
     r = w.r
     q, do = (w.queries(x, strip, _factor_dtype(r)) for x in (r.q, saved.dout))
     lse, delta, weight = _row_stats(w, strip, saved, do, _unit(r))
-    if weight is not None:
-        do, delta = do * weight[..., None], delta * weight
-    if r.dropout_p > 0:  # the weight of survivors, of P in dV and of dP in dS
-        do = do * _survivor_weight(r)
-    # Rounded to fewer digits -lse would be another one.
+    # Rounded to fewer digits -lse would be another one. A score is small beside lse, so a bias comes before it.
     exact = r.state_dtype == torch.float64 or products.exact(r.device)
-    with_lse, with_delta = exact and r.softcap is None, exact and r.dropout_p == 0
+    with_lse, with_delta = exact and r.softcap is None and r.bias is None, exact and r.dropout_p == 0
     delta = delta * _ds_scale(r)
     q1 = _with(q, -lse if with_lse else 0.0, _q_scale(r))
-    do1 = _with(do, -delta if with_delta else 0.0, _ds_scale(r))
+    # the weight of survivors is that of P in dV and of dP in dS
+    do1 = _with(do, -delta if with_delta else 0.0, _survivor_weight(r) if r.dropout_p > 0 else _ds_scale(r))
+    if weight is not None:
+        do1.mul_(weight[..., None])
+        delta = delta * weight
     return _Queries(
         q1,
         do1,
@@ -598,11 +622,11 @@ def _row_stats(w: Block, strip: Strip, saved: Saved, do: Tensor, unit: float) ->
     weight = None if saved.lse_low is None else torch.exp(-w.stats(saved.lse_low, strip))
     lse = w.stats(saved.lse, strip)
     lse = torch.where(lse == NEG_INF, 0.0, lse)
-    if unit != 1.0:
-        exact = lse.double() * unit
-        lse = exact.to(lse.dtype)
-        weight = None if weight is None else weight * torch.exp2(lse - exact).to(lse.dtype)
-    return lse, delta, weight
+    if weight is None:
+        return lse * unit, delta, None
+    exact = lse.double() * unit
+    lse = exact.to(lse.dtype)
+    return lse, delta, weight * torch.exp2(lse - exact).to(lse.dtype)
 
 
 def _backward_tile(
@@ -618,7 +642,7 @@ def _backward_tile(
     if x.lse is not None:
         s.sub_(x.lse[:, None])
     p = _exp_(w, tile, s, keep, near, scratch)
-    kept = None if keep is None or clean else w.like_scores(keep, tile, p)
+    kept = None if keep is None or clean else w.like_scores(keep(), tile, p)
     if kept is not None:
         p.masked_fill_(~kept, 0)
         if tanh is not None:
@@ -634,17 +658,17 @@ def _backward_tile(
         _drop_(w, tile, p, survivors, clean)
     if _rounded(r):
         p, ds = scratch.rounded(2, p), scratch.rounded(0, ds)  # dS where P was
-    if dq is not None and kept is not None:
-        _add_kept_product(dq, ds.mT, y.k, kept.mT)
-    elif dq is not None and _rounded(r):
-        _add_product(dq, ds.mT, y.k)
-    elif dq is not None:
-        _add_sum_over_keys(dq.mT, y.k, ds, _CHAIN_BACKWARD, scratch)
-    for acc, a, b in ((y.dk, ds, x.q), (y.dv, p, x.do)):
-        if acc is not None and kept is None:
-            _add_product(acc, a, b)
-        elif acc is not None and kept is not None:
-            _add_kept_product(acc, a, b, kept)
+    over_keys = _add_product if _dq_as_listed(r) else partial(_add_sum_over_keys, _CHAIN_BACKWARD, scratch)
+    over_queries = _sum_over_queries(r, w.seq)
+    if kept is not None:
+        over_keys = partial(_add_kept_product, over_keys, kept.mT)
+        over_queries = partial(_add_kept_product, over_queries, kept)
+    if dq is not None:
+        over_keys(dq, ds.mT, y.k)
+    if y.dk is not None:
+        over_queries(y.dk, ds, x.q)
+    if y.dv is not None:
+        over_queries(y.dv, p, x.do)
 
 
 def _dscores(
@@ -674,7 +698,8 @@ class _Gradients:
             if name not in needs or x is None:
                 return None
             if name == "bias" and not _broadcast_dims(r, x):  # every element is written once, or if masked not at all
-                return torch.empty_like(x) if r.mask is None and r.ragged is None else torch.zeros_like(x)
+                g = _in_huge_pages(torch.empty_like(x))
+                return g if r.mask is None and r.ragged is None else g.zero_()
             return torch.zeros_like(x, dtype=r.state_dtype)
 
         self.q, self.k, self.v = written("q", r.q), written("k", r.k), written("v", r.v)
@@ -735,6 +760,20 @@ def _have_malloc_keep_memory() -> None:
     bytearray(2**25 - 2**16)
 
 
+def _in_huge_pages(x: Tensor) -> Tensor:
+    """Ask for huge pages under a large tensor of which no page was used, where the system gives them on request.
+
+    To page in 4 KiB at a time takes longer than to compute what is written there, in a virtual machine five times as
+    long. malloc maps larger pieces than 32 MiB apart from others: the advice goes when the tensor is freed.
+    """
+    advice, size = getattr(mmap, "MADV_HUGEPAGE", None), x.numel() * x.element_size()
+    if x.device.type == "cpu" and advice is not None and size > 2**25:
+        start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(x.data_ptr() + size - start), ctypes.c_int(advice))
+    return x
+
+
 class _Scratch:
     """Room for tiles of scores, allocated once a call: to page in fresh memory takes as long as to compute a tile."""
 
@@ -789,9 +828,9 @@ class _Scratch:
         mask, patch = self.r.mask, w.patch(tile)
         return self._alike(self.keeps, w, tile, lambda: mask.keep(patch))
 
-    def factor(self, w: Block, tile: Tile, keep: Tensor) -> Tensor:
+    def factor(self, w: Block, tile: Tile) -> Tensor:
         """``keep`` as 1 and 0 in the memory order of the scores, broadcastable to (nb, nkv, k, group, m)."""
-        kept = w.split(keep).permute(0, 1, 4, 2, 3)
+        kept = w.split(self.keep(w, tile)).permute(0, 1, 4, 2, 3)
         return self._alike(
             self.factors, w, tile, lambda: kept.to(self.r.state_dtype, memory_format=torch.contiguous_format)
         )
@@ -843,12 +882,14 @@ def _unbind(x: Any) -> list[Any]:
     return [type(x)(*fields) for fields in zip(*([None] * t if f is None else f.unbind() for f in x), strict=True)]
 
 
+def _hides(r: Request) -> bool:
+    """Whether a pair may count for nothing, though a product has it as a factor of 0."""
+    return r.mask is not None or r.bias is not None or r.dropout_p > 0
+
+
 def _finite(*xs: Tensor) -> bool:
     """Whether nothing in them is NaN or infinite. A sum that overflows says no, which costs time and nothing else."""
-    total = xs[0].sum()
-    for x in xs[1:]:
-        total = total + x.sum()
-    return bool(torch.isfinite(total))
+    return math.isfinite(sum(float(x.sum()) for x in xs))
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
@@ -874,29 +915,41 @@ def _chains(k: int, longest: int) -> int:
     return next((c for c in range(-(-k // longest), 2 * k // longest + 1) if c and k % c == 0), 1)
 
 
-def _add_sum_over_keys(acc: Tensor, x: Tensor, p: Tensor, longest: int, scratch: _Scratch) -> None:
-    """acc (n, d, m) += x^T p for x (n, k, d) and p (n, k, m), in ``_chains``."""
-    (n, d, m), k = acc.shape, p.shape[1]
-    c = _chains(k, longest) if p.is_contiguous() and _chained(scratch.r) else 1
-    if c == 1:
-        _add_product(acc, x.mT, p)
-        return
-    parts, total = scratch.parts(c, n, d, m)
-    torch.bmm(x.reshape(-1, k // c, d).mT, p.view(-1, k // c, m), out=parts)
-    acc.add_(torch.sum(parts.view(n, -1, d, m), 1, out=total))
+def _add_sum_over_keys(longest: int, scratch: _Scratch, acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """acc (n, m, d) += a b for a (n, m, k) and b (n, k, d), in ``_chains``; beside a bias twice as long ones."""
+    (n, m, d), k = acc.shape, a.shape[2]
+    if not _chained(scratch.r):
+        _add_product(acc.mT, b.mT, a.mT)
+    elif scratch.r.bias is not None:
+        _add_in_parts(k // _chains(k, 2 * longest), acc, a, b)
+    elif (c := _chains(k, longest)) == 1:
+        _add_product(acc.mT, b.mT, a.mT)
+    else:
+        parts, total = scratch.parts(c, n, d, m)
+        torch.bmm(b.reshape(-1, k // c, d).mT, a.mT.view(-1, k // c, m), out=parts)
+        acc.mT.add_(torch.sum(parts.view(n, -1, d, m), 1, out=total))
 
 
-def _add_kept_product(acc: Tensor, a: Tensor, b: Tensor, keep: Tensor) -> None:
-    """acc += a @ b where ``a`` is 0 wherever ``keep`` (n, i, j) is False, and b may hold NaN and infinities.
+def _add_in_parts(longest: int, acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """acc (n, i, d) += a b for a (n, i, j) and b (n, j, d), of which at most ``longest`` are added up in one chain."""
+    for j in range(0, a.shape[2], longest):
+        _add_product(acc, a[:, :, j : j + longest], b[:, j : j + longest])
+
+
+def _sum_over_queries(r: Request, seq: Sequence) -> Add:
+    """How dK and dV add up their products."""
+    few = seq.len_q in _FEW_QUERIES and r.bias is None
+    return partial(_add_in_parts, _CHAIN_SHORT) if few and _chained(r) else _add_product
+
+
+def _add_kept_product(add: Add, keep: Tensor, acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """``add`` a @ b to acc where ``a`` is 0 wherever ``keep`` (n, i, j) is False, and b may hold NaN and infinities.
 
     0 * NaN is NaN, but a pair that is not kept must add nothing: such rows of b are multiplied element by element.
     """
     finite = torch.isfinite(b)
     whole = torch.where(finite, b, 0.0)
-    if acc.is_contiguous():
-        _add_product(acc, a, whole)
-    else:  # the same bits as the product in which all is finite, which runs transposed
-        _add_product(acc.mT, whole.mT, a.mT)
+    add(acc, a, whole)  # the same bits as where all is finite
     odd = torch.where(finite, 0.0, b)
     for j in (~finite).any(-1).any(0).nonzero().flatten().tolist():
         if bool(keep[:, :, j].any()):
