@@ -717,9 +717,8 @@ def add_shared_cols(
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         add = load_bias(bias, i, j, i0, j0, len_q, len_k, bias_strides, MASKED, WIDE)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        before = total
         if LATER:
-            before = tl.load(partial + offset64(t, BLOCK_M * BLOCK_N) + own)
+            total = tl.load(partial + offset64(t, BLOCK_M * BLOCK_N) + own)
         sums: tl.tuple = ()
         for n in tl.static_range(ENTRIES):
             k = load_tile(k_bases[n], j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
@@ -732,9 +731,10 @@ def add_shared_cols(
                 qk_scale, 0.0, add, None, 1.0, has_low, UNIT, False, MASKED,
             )  # fmt: skip
             total += tl.where(exist[n], ds, 0.0)
+            if LATER and n == 0:  # never so: but what products wait for is loaded ahead, and without a change of layout
+                ds = tl.where(total == float("nan"), 0.0, ds)
             sums += (dot(ds.to(k.dtype), k, dqs[n], UPCAST, PRECISION),)
         dqs = sums
-        total += before
         if LAST:
             inside = (i < len_q) & (j < len_k) if MASKED else None
             to = pair_ptrs(dbias, i, j, i0, j0, dbias_strides, WIDE)

@@ -273,7 +273,8 @@ class Together:
 
 
 # S and dP are not computed again for the gradient of the bias, and a tile of it is loaded and stored once. H200, bf16,
-# L = 4096, four batch entries: D = 64 3.1 ms in place of 5.3 for dQ's kernel and dbias', D = 128 3.2 in place of 4.1.
+# L = 4096, four batch entries: D = 64 3.1 ms in place of 5.3 for dQ's kernel and dbias'; D = 128 1.5 for two entries
+# and 2.1 for the two that add to them, in place of 4.1, while what is added to was not loaded stages ahead yet.
 # 16 keys leave room for three stages, without which it takes 30 % more, and nothing spills; 32 do not at D = 128.
 SHARED: dict[int, tuple[Together, ...]] = {  # by the most channels; the first with as many entries, or the last
     64: (Together(2, Config(128, 32, 8, 5)), Together(4, Config(128, 16, 8, 3))),
