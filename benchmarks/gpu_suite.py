@@ -168,6 +168,24 @@ def poisoned(backend: str, device: Device, case: str, length: int = 1000) -> str
     return f"L={length}"
 
 
+HIDDEN = ("padding", "bias of all")
+
+
+def hidden(backend: str, device: Device, case: str, length: int = 1000) -> str:
+    """Keys and values that nobody sees may be NaN and infinite: no bit of the output or of a gradient changes."""
+    c = repeatable(case, device, length)
+    _, k, v, *bias = c.tensors
+    unseen = (1, slice(None), slice(length // 3, None)) if case == "padding" else (..., slice(7, 8), slice(None))
+    with torch.no_grad():
+        for x in bias:
+            x[..., 7] = -float("inf")
+    before = c.run(backend)
+    with torch.no_grad():
+        k[unseen], v[unseen] = float("nan"), float("inf")
+    same_bits(c.run(backend), before, "with keys that are NaN and values that are infinite where nobody looks")
+    return f"L={length}"
+
+
 @contextmanager
 def no_sync(device: Device) -> Iterator[None]:
     """Within the block, an operation that waits for the GPU is an error."""
@@ -604,6 +622,7 @@ CHECKS: dict[str, Callable[[str, Device, str], str]] = {
     "another device": devices,
     "NaN in free memory": poisoned,
     "no host sync": asynchronous,
+    "hidden NaN": hidden,
     "real sizes": real_sizes,
     "131,072 causal": long_causal,
     "offsets past 2^31": far_offsets,
@@ -627,7 +646,7 @@ def jobs(backend: str) -> list[Job]:
     ]
     alone += [(("training", "ten steps"),), *((("transformers", name),) for name in MODELS)]
     circumstances = [tuple((check, case) for check in UNCHANGED) for case in REPEATABLE]
-    linear = [(("memory", case),) for case in MEMORY]
+    linear = [(("memory", case),) for case in MEMORY] + [(("hidden NaN", case),) for case in HIDDEN]
     compiling = [(("no recompilation", case),) for case in ("causal", "documents", "shared bias")]
     sizes = [
         (("real sizes", f"{feature} {dim} {dtype}"),)

@@ -65,6 +65,17 @@ class Skewed(TiledBackend):
         return grads._replace(k=grads.k * 1.02, v=grads.v * 1.02)
 
 
+class Leaking(TiledBackend):
+    """A backend that multiplies what nobody sees by 0."""
+
+    name = "leaking"
+
+    def forward(self, r):
+        o = super().forward(r)
+        o.out.add_(0 * r.v.sum())
+        return o
+
+
 class Lean(Backend):
     """A backend that computes nothing, in exactly the memory that the results need."""
 
@@ -95,11 +106,19 @@ class Wasteful(Lean):
 
 @pytest.fixture(autouse=True)
 def backends(monkeypatch):
-    for b in (Changing(), Skewed(), Lean(), Wasteful()):
+    for b in (Changing(), Skewed(), Leaking(), Lean(), Wasteful()):
         monkeypatch.setitem(dispatch.BACKENDS, b.name, b)
 
 
 # --- the same bits --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", suite.HIDDEN)
+def test_what_nobody_sees_changes_no_bit(case):
+    assert suite.hidden("tiled", CPU, case, length=30) == "L=30"
+    with pytest.raises(suite.Failed, match="numbers of the output differ"):
+        suite.hidden("leaking", CPU, case, length=30)
+
 
 CIRCUMSTANCES = {
     "repeats": partial(suite.repeats, times=3),
