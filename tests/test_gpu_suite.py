@@ -113,6 +113,18 @@ def backends(monkeypatch):
 # --- the same bits --------------------------------------------------------------------------------
 
 
+def test_a_small_bias_is_computed_beside_dq_too():
+    from tilewise.backends.triton import config, gradients
+
+    small = (64, 64, True, 8, 1, 80, 80, config.SM90)  # what compute-sanitizer is given
+    assert gradients.together(*small) is None
+    with suite.repeatable("bias of all", CPU, 30).within():
+        found = gradients.together(*small)
+        assert (found.entries, found.programs) == (4, 1)
+        assert gradients.together(*small[:-1], config.SM80) is None
+    assert gradients.together(*small) is None
+
+
 @pytest.mark.parametrize("case", suite.HIDDEN)
 def test_what_nobody_sees_changes_no_bit(case):
     assert suite.hidden("tiled", CPU, case, length=30) == "L=30"

@@ -119,6 +119,16 @@ def test_the_cases_are_all_configurations(monkeypatch):
             assert ("sm_90", True, "dq_dbias", *astuple(row.config)) in launched
 
 
+def test_scratch_of_a_shared_bias_is_at_most_its_gradient():
+    for len_q, len_k in ((4096, 4096), (4096, 8), (10, 4096)):
+        for matrices in (1, 7, 8, 9, 64, 3000):
+            found = config.together(128, 128, True, 3, matrices, len_q, len_k, config.SM90)
+            if found is not None:
+                assert 4 * found.programs * 128 * -(-len_k // 16) * 16 <= 2 * matrices * len_q * len_k
+    assert config.together(128, 128, True, 3, 8, 4096, 4096, config.SM90) is not None
+    assert config.together(128, 128, True, 3, 3000, 10, 4096, config.SM90) is None
+
+
 def test_documents_without_keys_compile():
     """Nothing is listed, and the kernel that would is compiled all the same."""
     q, kv = make(B, H, L, 64, dtype=torch.bfloat16), make(B, H, 0, 64, dtype=torch.bfloat16)

@@ -305,8 +305,10 @@ def choose(direction: str, d: int, dv: int, half: bool, mask: str | None, change
     return {None: found.plain, RANGES: found.masked, WINDOW: found.window, LISTS: found.lists}[mask]
 
 
-def together(d: int, dv: int, half: bool, entries: int, tiles: int, gpu: str) -> Together | None:
-    """How dQ and the gradient of a bias of so many entries, with so many tiles of 128 queries, are computed at once.
+def together(
+    d: int, dv: int, half: bool, entries: int, matrices: int, len_q: int, len_k: int, gpu: str
+) -> Together | None:
+    """How dQ and the gradient of a bias of so many matrices, which so many entries share, are computed at once.
 
     None: where no configuration fits, or fewer programs would run than could, or the scratch memory would be more than
     the gradient in 16 bits.
@@ -317,9 +319,11 @@ def together(d: int, dv: int, half: bool, entries: int, tiles: int, gpu: str) ->
         return Together(2, _interpreted, 3)
     rows = SHARED.get(max(d, dv, 64), ()) if gpu == SM90 and half else ()
     for x in rows:
-        if entries <= x.entries or x is rows[-1]:
-            turns = 1 if entries <= x.entries else 2
-            return x if tiles >= turns * x.programs else None
+        m, n = x.config.block_m, x.config.block_n
+        if entries <= x.entries:
+            return x if matrices * -(-len_q // m) >= x.programs else None
+        if x is rows[-1]:
+            return x if 4 * x.programs * m * -(-len_k // n) * n <= 2 * matrices * len_q * len_k else None
     return None
 
 

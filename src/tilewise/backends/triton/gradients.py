@@ -113,7 +113,7 @@ class _Backward:
         if r.dropout_p > 0 or any(x is not None for x in others) or r.len_k == 0:
             return None
         n_b, n_h, entries = self._sharing()
-        return together(p.block_d, p.block_dv, p.half, entries, n_b * n_h * -(-r.len_q // 128), p.gpu)
+        return together(p.block_d, p.block_dv, p.half, entries, n_b * n_h, r.len_q, r.len_k, p.gpu)
 
     # --- launches
 
