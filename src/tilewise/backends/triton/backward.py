@@ -25,7 +25,7 @@ from .primitives import (
     distance,
     dot,
     edge,
-    exp_scores,
+    exponent,
     first_masked,
     flagged,
     head_base,
@@ -90,32 +90,38 @@ def row_stats(lse, low, delta, at, i0, len_q, BLOCK_M: tl.constexpr, UNIT: tl.co
 @triton.jit
 def grad_scores(
     s, dp, i, j, i0, j0, lse, low, delta, alive, keep, len_q, len_k, qk_scale, cap, bias, slope, survivor_weight,
-    has_low: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    has_low: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, some=None,
 ):  # fmt: skip
     """From q k^T and dO v^T of a tile: P after dropout, dS before and after the softcap, and what is kept.
 
     All that is not kept is 0, whatever stands there; keep None keeps all but what the bias excludes. lse, low and delta
     broadcast along the keys. Without MASKED what a bias of -inf hides is 0 only where it is finite, as in ``scores``.
+    some: whether a tile has pairs that are not kept, if that is known. Then others are not masked, and of these P is 0,
+    but dS as little a number as dP: the program finds it at its end.
     """
     s, t = scores(s, i, j, i0, j0, len_q, len_k, qk_scale, cap, bias, slope, SOFTCAP, UNIT, MASKED)
     if has_low:  # noqa: SIM108 - P = exp(S - lse) * exp(-lse_low)
-        p = tl.exp2((s - lse) * LOG2E - low)
+        x = (s - lse) * LOG2E - low
     else:
-        p = exp_scores(s, lse, qk_scale, UNIT)
+        x = exponent(s, lse, qk_scale, UNIT)
     if MASKED and bias is not None:
         keep = s != -INF if keep is None else keep & (s != -INF)
+    if some is not None:  # noqa: SIM102 - the outer one is decided when compiling
+        if some:
+            x = tl.where(keep, x, -INF)
+    p = tl.exp2(x)
     survived = p
     if alive is not None:
         survived = tl.where(alive, p, 0.0)
         dp = tl.where(alive, dp * survivor_weight, 0.0)
     ds = p * (dp - delta)
-    if keep is not None:
+    if keep is not None and some is None:
         survived = tl.where(keep, survived, 0.0)
         ds = tl.where(keep, ds, 0.0)
     ds_bias = ds
     if SOFTCAP:
         ds = ds * (1 - t * t)
-        if keep is not None:
+        if keep is not None and some is None:
             ds = tl.where(keep, ds, 0.0)
     if keep is None:
         keep = (i >= 0) & (j >= 0)  # a function cannot return None among others
@@ -181,6 +187,7 @@ def add_rows(
         p, _, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[None, :], row_low[None, :], row_delta[None, :], alive, keep, len_q, len_k,
             qk_scale, cap, add, slope, survivor_weight, low is not None, UNIT, SOFTCAP, MASKED,
+            t // n >= n_full if MASKED and not TAIL else None,
         )  # fmt: skip
         if CAREFUL:
             do, found = cleaned(do, keep)
@@ -270,8 +277,8 @@ def dkdv_tile(
 ):  # fmt: skip
     """dK (N, D) and dV (N, Dv) of one tile of keys: the sum over the query heads that share it and their query tiles.
 
-    EVEN: no tile passes an end, and the mask is cheap enough to be that of full tiles too; then one loop does, and a
-    second one does not wait for its first tiles. Returns whether one came out not finite.
+    EVEN: no tile passes an end; then one loop takes the masked tiles as well, so that no second one waits for its first
+    tiles. Returns whether one came out not finite.
     """
     NEED_DK: tl.constexpr = dk is not None
     NEED_DV: tl.constexpr = dv is not None

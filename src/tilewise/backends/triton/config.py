@@ -29,7 +29,7 @@ class Config:
 
     registers: of a thread, at most (NVIDIA): ptxas takes a few more than the loops need, and one program fewer fits an
     SM.
-    one_loop: dK/dV take all tiles of documents in one loop, as masked ones, where no tile passes an end.
+    one_loop: dK/dV take all tiles of documents in one loop, where no tile passes an end.
     """
 
     block_m: int

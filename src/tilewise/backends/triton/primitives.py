@@ -352,14 +352,20 @@ def load_number(x, at, length, batch_offset, stride, TAIL: tl.constexpr):
 
 
 @triton.jit
-def exp_scores(s, m, qk_scale, UNIT: tl.constexpr):
-    """exp(score - m) for m that broadcasts to s."""
+def exponent(s, m, qk_scale, UNIT: tl.constexpr):
+    """score - m in units of log2, for m that broadcasts to s."""
     if UNIT == FOLDED:
-        return tl.exp2(s * qk_scale - m)
+        return s * qk_scale - m
     elif UNIT == LOG2:
-        return tl.exp2(s - m)
+        return s - m
     else:
-        return tl.exp2((s - m) * LOG2E)
+        return (s - m) * LOG2E
+
+
+@triton.jit
+def exp_scores(s, m, qk_scale, UNIT: tl.constexpr):
+    """exp(score - m)."""
+    return tl.exp2(exponent(s, m, qk_scale, UNIT))
 
 
 @triton.jit
