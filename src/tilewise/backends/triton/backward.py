@@ -381,7 +381,7 @@ def add_cols(
     survivor_weight, m, has_low: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr,
+    MASKED: tl.constexpr, TAIL: tl.constexpr, CAREFUL: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr,
 ):  # fmt: skip
     """What the keys of tiles t0 .. t1 add to dQ and to the gradient of the slope; and their tiles of dbias."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
@@ -391,8 +391,8 @@ def add_cols(
         j0 = visited(t // n, lists, ahead, n_full, full, first, CAREFUL or not MASKED, MASKED) * TILE + t % n * BLOCK_N
         ahead = listed((t + 1) // n, t1, lists, where)
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
-        k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, MASKED, WIDE)
-        v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, MASKED, WIDE)
+        k = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, TAIL, WIDE)
+        v = load_tile(v_base, j0, len_k, vs, BLOCK_N, DV, BLOCK_DV, TAIL, WIDE)
         s = dot(q, tl.trans(k), None, UPCAST, PRECISION)  # (M, N)
         dp = dot(do, tl.trans(v), None, UPCAST, PRECISION)  # (M, N)
         add = bias
@@ -401,11 +401,12 @@ def add_cols(
         alive = None
         if rng is not None:
             alive = survives(rng, threshold, bh, i0, j0, BLOCK_M, BLOCK_N)
-        keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP) if MASKED else None
+        keep = kept(b, h, i, j, j < len_k, len_q, len_k, m, KEEP, TAIL) if MASKED else None
         _, ds_bias, ds, keep = grad_scores(
             s, dp, i, j, i0, j0, row_lse[:, None], row_low[:, None], row_delta[:, None], alive, keep, len_q, len_k,
             qk_scale, cap, add, slope, survivor_weight, has_low, UNIT, SOFTCAP,
             MASKED or not NEED_DQ,  # without dQ nothing tells of NaN
+            t // n >= n_full if MASKED and not TAIL and NEED_DQ else None,
         )  # fmt: skip
         if dbias is not None:
             at = pair_ptrs(dbias, i, j, i0, j0, dbias_strides, WIDE)
@@ -478,7 +479,7 @@ def dq_tile(
     alibi_strides, dalibi, sinks, dsinks, rng, threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr,
     REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """dQ (M, D) of one tile of queries; dalibi (b, h, tile). Returns 1 if dQ came out not finite.
 
@@ -498,8 +499,8 @@ def dq_tile(
         b, h, tile, i0, len_q, len_k, len_q, len_k, lists, list_strides, m, REACH, BLOCK_M, BLOCK_N, bias is not None
     )
     q_base, do_base = head_base(q, qs, b, h, first_q), head_base(do, dos, b, h, first_q)
-    q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, True, WIDE)
-    do_tile = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, True, WIDE)
+    q_tile = load_tile(q_base, i0, len_q, qs, BLOCK_M, D, BLOCK_D, not EVEN, WIDE)
+    do_tile = load_tile(do_base, i0, len_q, dos, BLOCK_M, DV, BLOCK_DV, not EVEN, WIDE)
     at = offset64(b, stats[0]) + offset64(h, stats[1]) + first_q
     row_lse, row_low = lse_rows(lse, low, at, i0, len_q, BLOCK_M, UNIT, True)
     if o is None:
@@ -511,24 +512,24 @@ def dq_tile(
         )  # fmt: skip
     if dq is None and dbias is None and dalibi is None:
         return 0
-    edge_first = first if CAREFUL else first_masked(n_full, n_all, lists, where, first)
+    edge_first = first if CAREFUL or EVEN else first_masked(n_full, n_all, lists, where, first)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     da = tl.zeros([BLOCK_M], tl.float32)
     odd = 0
-    if not CAREFUL:
+    if not (CAREFUL or EVEN):
         acc, da, odd = add_cols(
             acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
             0, n_full, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, dbias,
             dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV, BLOCK_N, BLOCK_M,
-            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, dq is not None,
+            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, False, dq is not None,
             dalibi is not None,
         )  # fmt: skip
     acc, da, odd = add_cols(
         acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
-        0 if CAREFUL else n_full, n_all, lists, where, n_full, full, edge_first, len_q, len_k, qk_scale, cap, bias,
-        bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV,
-        BLOCK_N, BLOCK_M, edge(BLOCK_N, bias, 32), BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
-        CAREFUL, dq is not None, dalibi is not None,
+        0 if CAREFUL or EVEN else n_full, n_all, lists, where, n_full, full, edge_first, len_q, len_k, qk_scale, cap,
+        bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D,
+        DV, BLOCK_N, BLOCK_M, edge(BLOCK_N, bias, 32), BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+        not EVEN, CAREFUL, dq is not None, dalibi is not None,
     )  # fmt: skip
     inside = i0 + tl.arange(0, BLOCK_M) < len_q
     found = 0
@@ -564,7 +565,7 @@ def dq_kernel(
     alibi_strides, dalibi, sinks, dsinks, rng, threshold, survivor_weight, lists, list_strides, m, KEEP: tl.constexpr,
     REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr,
-    BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program a (query tile, query head, batch entry). odd (b, h, tile): which came out not finite."""
     vs, dos = like(vs, ks), like(dos, qs)
@@ -577,7 +578,7 @@ def dq_kernel(
         tile, h, b, q, k, v, do, lse, low, o, dlse, delta, dq, qs, ks, vs, dos, os, dlse_strides, dqs, stats, first_q,
         first_k, len_q, len_k, tiles, heads, group, scale, qk_scale, cap, bias, bias_strides, dbias, dbias_strides,
         alibi, alibi_strides, dalibi, sinks, dsinks, rng, threshold, survivor_weight, lists, list_strides, m, KEEP,
-        REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False,
+        REACH, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, EVEN, False,
     )  # fmt: skip
     if odd is not None:
         tl.store(odd + (b * heads + h) * tiles + tile, found)
@@ -867,7 +868,7 @@ def backward_careful_kernel(
                         stats, first_q, first_k, own_q, own_k, tiles_q, heads, group, scale, qk_scale, cap, bias,
                         bias_strides, dbias, dbias_strides, alibi, alibi_strides, dalibi, None, None, rng, threshold,
                         survivor_weight, lists_q, list_strides_q, m, KEEP, REACH_K, D, DV, DQ_M, DQ_N, BLOCK_D,
-                        BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+                        BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, True,
                     )  # fmt: skip
     if odd_k is not None:  # noqa: SIM102
         if flagged(odd_k, first, step, total_k, CHUNK) > 0:

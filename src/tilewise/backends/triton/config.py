@@ -178,7 +178,7 @@ _SM90: dict[str, tuple[Row, ...]] = {
         ),
         row(
             128, Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 32, 8, 2), window=Config(64, 64, 4, 2),
-            lists=Config(64, 32, 4, 2, 168), light=Config(128, 64, 8, 3), bias=Config(128, 64, 8, 3),
+            lists=Config(64, 32, 4, 2, 168, one_loop=True), light=Config(128, 64, 8, 3), bias=Config(128, 64, 8, 3),
         ),
         row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2), light=Config(64, 32, 8, 2)),
         row(512, Config(32, 16, 8, 1)),

@@ -178,7 +178,8 @@ class _Backward:
         )  # fmt: skip
         self.work.launch(
             dq_kernel, tiles * pairs, args, (p.mask_args,), REACH=p.mask.reach_k, REVERSE=p.mask.longest_first,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, **self._constants(), **cfg.options(),
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BY_HEAD=p.by_head, EVEN=p.even(cfg), **self._constants(),
+            **cfg.options(),
         )  # fmt: skip
 
     def _dq_dbias(self, both: Together) -> Tensor:
