@@ -28,6 +28,7 @@ from .primitives import (
     exponent,
     first_masked,
     flagged,
+    follow,
     head_base,
     head_slope,
     kept,
@@ -352,9 +353,10 @@ def dkdv_kernel(
     survivor_weight, lists, list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr, BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    PAIRED: tl.constexpr, EVEN: tl.constexpr,
+    PAIRED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a (key tile, key/value head, batch entry). odd (b, kv head, tile): which came out not finite."""
+    follow(PDL)
     vs, dos = like(vs, ks), like(dos, qs)
     tile, kv_head, b = unflatten(tl.program_id(0), tiles, heads // group, pairs, section, False, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
@@ -566,8 +568,10 @@ def dq_kernel(
     REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr,
     BY_HEAD: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a (query tile, query head, batch entry). odd (b, h, tile): which came out not finite."""
+    follow(PDL)
     vs, dos = like(vs, ks), like(dos, qs)
     tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
@@ -656,9 +660,11 @@ def dbias_kernel(
     KEEP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of dbias (n_b, n_h, max_q or rows, max_k or cols): summed over the batch and heads that share it, and
     over the tile's rows or columns where those are broadcast; the rest of that sum is PyTorch's."""
+    follow(PDL)
     vs, dos = like(vs, ks), like(dos, qs)
     pid = tl.program_id(0)
     col, row, slot = pid % cols, (pid // cols) % rows, pid // cols // rows
@@ -758,10 +764,11 @@ def dq_dbias_kernel(
     first_entry, times, heads, group, scale, qk_scale, bias, bias_strides, dbias_strides, n_b, n_h,
     ENTRIES: tl.constexpr, LATER: tl.constexpr, LAST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a query tile of a bias (n_b, n_h, len_q, len_k) without broadcast rows or columns: dQ of so many of
     the (b, h) that share it, side by side, and what they add to dbias. odd (b, h, tile): as in ``dq_kernel``."""
+    follow(PDL)
     vs, dos = like(vs, ks), like(dos, qs)
     pid = tl.program_id(0)
     slot, tile = (first_tile + pid) // tiles, (first_tile + pid) % tiles
@@ -812,9 +819,10 @@ def dbias_careful_kernel(
     q, k, v, do, lse, low, delta, dbias, odd, qs, ks, vs, dos, stats, len_q, len_k, tiles, times, heads, group,
     qk_scale, bias, bias_strides, dbias_strides, n_b, n_h, TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dbias of the query tiles of ``dq_dbias_kernel`` that came out odd in an entry, a program each."""
+    follow(PDL)
     vs, dos = like(vs, ks), like(dos, qs)
     slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     b0, h0 = slot // n_h, slot % n_h
@@ -850,10 +858,11 @@ def backward_careful_kernel(
     list_strides_k, m, KEEP: tl.constexpr, REACH_K: tl.constexpr, REACH_Q: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, DQ_M: tl.constexpr, DQ_N: tl.constexpr, DKDV_M: tl.constexpr, DKDV_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The tiles of dQ, and those of dK and dV, that are odd. Every so-many-th is a program's: neighbours are often odd
     together."""
+    follow(PDL)
     vs, dos = like(vs, ks), like(dos, qs)
     first, step = tl.program_id(0), tl.num_programs(0)
     if odd_q is not None:  # noqa: SIM102 - the outer one is decided when compiling

@@ -32,6 +32,7 @@ from .primitives import (
     exp_scores,
     exp_unit,
     flagged,
+    follow,
     head_base,
     head_slope,
     kept,
@@ -224,8 +225,10 @@ def forward_kernel(
     list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, REVERSE: tl.constexpr, BY_HEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a (query tile, query head, batch entry). odd (b, h, tile): which came out not finite."""
+    follow(PDL)
     tile, h, b = unflatten(tl.program_id(0), tiles, heads, pairs, section, REVERSE, BY_HEAD)
     first_q, len_q = sequence(b, cu_q, len_q)
     first_k, len_k = sequence(b, cu_k, len_k)
@@ -248,8 +251,10 @@ def forward_careful_kernel(
     list_strides, m, KEEP: tl.constexpr, REACH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UNIT: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The tiles that are odd. Every so-many-th is a program's: neighbours are often odd together."""
+    follow(PDL)
     first, step, total = tl.program_id(0), tl.num_programs(0), pairs * tiles
     if flagged(odd, first, step, total, CHUNK) > 0:
         for at in tl.range(first, total, step, num_stages=1):
@@ -297,7 +302,7 @@ def _forward(r: Request, work: Work) -> Output:
     constants: dict[str, Any] = dict(  # noqa: C408
         KEEP=p.mask.keep, REACH=p.mask.reach_k, D=r.dim, DV=r.dim_v, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n,
         BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit, SOFTCAP=r.softcap is not None,
-        WIDE=p.wide(r.q, r.k, r.v, out), UPCAST=p.upcast, PRECISION=p.precision,
+        WIDE=p.wide(r.q, r.k, r.v, out), UPCAST=p.upcast, PRECISION=p.precision, PDL=p.pdl,
     )  # fmt: skip
     work.launch(
         forward_kernel, tiles * pairs, args, (p.mask_args,), REVERSE=p.mask.longest_first, BY_HEAD=p.by_head,

@@ -134,6 +134,7 @@ class _Backward:
         return dict(  # noqa: C408
             KEEP=p.mask.keep, D=r.dim, DV=r.dim_v, BLOCK_D=p.block_d, BLOCK_DV=p.block_dv, UNIT=p.unit,
             SOFTCAP=r.softcap is not None, WIDE=p.wide(*tensors), UPCAST=p.upcast, PRECISION=p.precision,
+            PDL=p.pdl,
         )  # fmt: skip
 
     def _inputs(self) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ class Problem:
         self.cu_q: Tensor | None = None if r.ragged is None else r.ragged.cu_q
         self.cu_k: Tensor | None = None if r.ragged is None else r.ragged.cu_k
         self.gpu = config.generation(r.device)
+        self.pdl = follows(r)
         self.mask, args = lower(r.mask)
         self.mask_args = tuple(x.to(r.device) if isinstance(x, Tensor) else x for x in args)
         self.hides = r.mask is not None or r.bias is not None  # what is not finite, maybe
@@ -157,6 +158,11 @@ class Problem:
         return tuple(x for at in self.mask.documents for x in extremes(work, args[at : at + 6], self.r))
 
 
+def follows(r: Request) -> bool:
+    """Whether a kernel is launched while the one before it still runs, see ``primitives.follow``."""
+    return config.generation(r.device) == config.SM90
+
+
 def precision(r: Request) -> str:
     """How fp32 is multiplied. PyTorch's setting has three ways to be set, and this one says what came of them."""
     asked = r.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -199,13 +205,13 @@ def tile_lists(work: Work, r: Request, mask: Lowered, args: tuple, cfg: Config, 
         table = work.made(torch.empty(nb, nh, rows, cols, dtype=torch.int8, device=r.device))
         work.launch(
             classify_kernel, table.numel(), (table, *sizes), (args,), VERDICT=verdict, BLOCK_M=cfg.block_m,
-            BLOCK_N=cfg.block_n,
+            BLOCK_N=cfg.block_n, PDL=follows(r),
         )  # fmt: skip
         verdict, args = None, ()  # the table says it: one list kernel for all such masks
     if others:
         work.launch(
             list_kernel, nb * nh * others, (lists, table, *sizes, pitch), (args,), VERDICT=verdict, BLOCK_M=cfg.block_m,
-            BLOCK_N=cfg.block_n, COLUMN=column, CHUNK=16 if config.interpreting() else 512,
+            BLOCK_N=cfg.block_n, COLUMN=column, CHUNK=16 if config.interpreting() else 512, PDL=follows(r),
         )  # fmt: skip
     return lists, (lists.stride(0) if nb > 1 else 0, lists.stride(1) if nh > 1 else 0, lists.stride(2))
 
@@ -224,7 +230,7 @@ def extremes(work: Work, ids: tuple, r: Request) -> tuple[Any, ...]:
     programs = [x.shape[0] * -(-n // ENTRIES) for x, n in zip((q, k), sizes, strict=True)]
     args = (*tables, q, k, (q_batch, q_step), (k_batch, k_step), r.len_q, r.len_k, programs[0])
     if sum(programs):
-        work.launch(extremes_kernel, sum(programs), args, T=ENTRIES)
+        work.launch(extremes_kernel, sum(programs), args, T=ENTRIES, PDL=follows(r))
     return tables[0], 2 * sizes[0] if q_batch else 0, tables[1], 2 * sizes[1] if k_batch else 0
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import offset64, sequence
+from .primitives import follow, offset64, sequence
 
 BASE = tl.constexpr(16)  # numbers of which a table has the extremes: as many as the smallest tile has rows
 
@@ -44,9 +44,11 @@ def write_extremes(pid, table, ids, batch_stride, stride, length, T: tl.constexp
 
 @triton.jit(do_not_specialize=["len_q", "len_k", "programs"])
 def extremes_kernel(
-    table_q, table_k, ids_q, ids_k, strides_q, strides_k, len_q, len_k, programs, T: tl.constexpr
+    table_q, table_k, ids_q, ids_k, strides_q, strides_k, len_q, len_k, programs, T: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Tables of the numbers of documents: of queries by the first so many programs, of keys by the others."""
+    follow(PDL)
     pid = tl.program_id(0)
     if pid < programs:
         write_extremes(pid, table_q, ids_q, strides_q[0], strides_q[1], len_q, T)
@@ -89,9 +91,10 @@ def judged(
 @triton.jit(do_not_specialize=["len_q", "len_k", "rows", "cols", "heads"])
 def classify_kernel(
     table, cu_q, cu_k, len_q, len_k, rows, cols, heads, m,
-    VERDICT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    VERDICT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """table (b, h, rows, cols) int8. One program a tile."""
+    follow(PDL)
     pid = tl.program_id(0)
     one = tl.arange(0, 1)
     c, r, bh = pid % cols, (pid // cols) % rows, pid // cols // rows
@@ -124,9 +127,11 @@ def verdicts(
 def list_kernel(
     lists, table, cu_q, cu_k, len_q, len_k, rows, cols, heads, pitch, m, VERDICT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMN: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """lists (b, h, rows or with COLUMN cols, pitch). One program a list; tiles are judged, all but the first CHUNK of
     them twice, and never stored."""
+    follow(PDL)
     pid = tl.program_id(0)
     others = cols if COLUMN else rows
     own, bh = pid % others, pid // others

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FOLDED = tl.constexpr(0)
 LOG2 = tl.constexpr(1)
@@ -24,6 +25,20 @@ NATURAL = tl.constexpr(2)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
+
+
+# --- one kernel after another ---------------------------------------------------------------------
+
+
+@triton.jit
+def follow(PDL: tl.constexpr):
+    """Waits for the kernel before this one, and lets the one after it start, which waits here as well. So the launch of
+    a kernel overlaps with the end of the one before (programmatic dependent launch); all that is read is written by
+    then. First of all in every kernel that is launched so: what the next one reads was then complete before it began.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 # --- where things are -----------------------------------------------------------------------------

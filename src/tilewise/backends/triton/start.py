@@ -111,6 +111,8 @@ def launch(
     if not (isinstance(kernel, triton.JITFunction) and remembers(first.device)):
         kernel[(grid,)](*map(_for_triton, args), *masks, **options)
         return None
+    if constants.get("PDL"):  # a kernel that waits itself for the one before
+        options["launch_pdl"] = True
     device = torch.cuda.current_device()
     last = tuple([constants[name] for name in kernel.arg_names[len(args) + len(masks) :]])
     seen = tuple(map(_seen, args)), tuple([tuple(map(_seen, m)) for m in masks])
