@@ -56,6 +56,7 @@ CASES = {
     "softcap": scores(64, 64, {"softcap": 3.0, "mask": LENGTHS & masks.causal("bottom_right")}),
     "softcap 128": scores(128, 128, {"softcap": 20.0, "mask": WINDOW}),
     "causal 128": plain((2, 2, 140, 300, 128), {"mask": masks.causal()}),
+    "causal, 4 heads": plain((1, 4, 200, 300, 128), {"mask": masks.causal("bottom_right")}, kv=1),
     "96": scores(96, 96, {"mask": WINDOW}),
     "64 and 96": scores(64, 96, {}),
     "192 and 128": scores(192, 128, {"mask": WINDOW}),

@@ -10,8 +10,9 @@ neither waits for the other. What runs beside the consumers:
 
 Sums are repeatable bit for bit: the tiles of keys that a tile of queries sees add in order of their number, and each
 waits for its turn. Tiles are handed out in this order, and only to programs that run, so whoever has its turn is at
-work. All go through the queries from the last to the first, and start one after the other: there is little to wait for.
-The first stores instead of adding, so nothing needs zeros.
+work. All go through the queries from the last to the first, a tile of all heads at a time, and start one after the
+other: there is little to wait for. (Head after head, a causal mask would make all as slow as the first tile of keys,
+which the most queries see.) The first stores instead of adding, so nothing needs zeros.
 
 Beyond 128 columns dK and dV of 64 keys fill the registers of both consumers: one owns dK, one dV (``roles.py``). With
 64 keys twice as much is added to dQ for as many products, and adding takes longer than computing S and dP once more:
@@ -104,10 +105,10 @@ def producer(
         row = start[1] + tile * BLOCK_N
         if n == 0:
             load_keys(k_desc, v_desc, k, v, b, kv, row, done - 1, BLOCK_N, COLS, COLS_V)
-        for g in range(z.group):
-            h = kv * z.group + g
-            for x in range(n):
-                m = last - x
+        for x in range(n):
+            m = last - x
+            for g in range(z.group):
+                h = kv * z.group + g
                 slot = it % STAGES
                 await_empty(steps, it, STAGES)
                 full = steps.full.index(slot)
@@ -127,6 +128,12 @@ def producer(
 
 
 @gluon.jit
+def place_of(x, last, z):
+    """Where the tile of queries of step x is among those of its key head."""
+    return x % z.group * z.n_m + last - x // z.group
+
+
+@gluon.jit
 def writer(
     N: gl.constexpr, sum_desc, sums, ids, turns, lengths, ragged, z, n_n, n_tiles, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
@@ -139,28 +146,28 @@ def writer(
     t = taken(ids, 0, 1)
     while t < n_tiles:
         tile, _b, kv, _end, last, n, own, start = work(t, z, n_n, lengths, ragged, BLOCK_M, BLOCK_N, LEFT, RIGHT)
-        for g in range(z.group):
-            head = (kv * z.group + g) * z.n_m + start[2]
-            now = gl.to_tensor(-1)
-            for x in range((it + N) & 1, n, 2):
-                m = last - x
-                mine = turn(tile, m * BLOCK_M, own.low, BLOCK_N, LEFT)
-                if now < 0:
-                    now = seen(turns + head + m)
-                while now < mine:
-                    now = seen(turns + head + m)
-                fence_proxy()
-                named_barrier("sync", SUM_FULL + N, 288)
-                if mine == 0:
-                    tma_store(sum_desc, [head + m, 0, 0], sums.index(N))
-                else:
-                    tma_add(sum_desc, [head + m, 0, 0], sums.index(N))
-                now = seen(turns + head + max(m - 2, 0))  # for the next: it is known by the time that it matters
-                tma.store_wait(0)  # it is read
-                for w in gl.static_range(2):
-                    named_barrier("arrive", SUM_EMPTY + 2 * N + w, 160)
-                publish(turns + head + m, mine + 1)
-            it += n
+        now = gl.to_tensor(-1)
+        first, total = kv * z.group * z.n_m + start[2], n * z.group
+        for x in range((it + N) & 1, total, 2):
+            slot = first + place_of(x, last, z)
+            mine = turn(tile, (last - x // z.group) * BLOCK_M, own.low, BLOCK_N, LEFT)
+            if now < 0:
+                now = seen(turns + slot)
+            while now < mine:
+                now = seen(turns + slot)
+            fence_proxy()
+            named_barrier("sync", SUM_FULL + N, 288)
+            if mine == 0:
+                tma_store(sum_desc, [slot, 0, 0], sums.index(N))
+            else:
+                tma_add(sum_desc, [slot, 0, 0], sums.index(N))
+            # That of the next is known by the time that it matters.
+            now = seen(turns + first + place_of(min(x + 2, total - 1), last, z))
+            tma.store_wait(0)  # it is read
+            for w in gl.static_range(2):
+                named_barrier("arrive", SUM_EMPTY + 2 * N + w, 160)
+            publish(turns + slot, mine + 1)
+        it += total
         t = taken(ids, done, 1)
         done += 1
 
@@ -305,29 +312,30 @@ def consumer(
     while t < n_tiles:
         tile, b, kv, end, last, n, own, start = work(t, z, n_n, lengths, ragged, BLOCK_M, BLOCK_N, LEFT, RIGHT)
         j0 = tile * BLOCK_N
-        i_last, i_first = last * BLOCK_M, (last + 1 - n) * BLOCK_M
         open_from, open_to = unmasked(j0, end, own.len_q, own.low, own.high, BLOCK_N, LEFT, RIGHT)
-        total = n * z.group
         dk = gl.zeros([ROWS, COLS], gl.float32, LAYOUT)
         dv = gl.zeros([ROWS, COLS], gl.float32, LAYOUT)
         await_full(k, done - 1, 1)
         await_full(v, done - 1, 1)
-        if total > 0:
-            i0 = i_last
+        if n > 0:
+            i0 = last * BLOCK_M
             dk, dv = step(
                 dk, dv, it, i0, j0, end, open_from, open_to, steps, do, k, v, ds, sums, own, qk_scale, cap, W, BLOCK_M,
                 BLOCK_N, STAGES, COLS, LEFT, RIGHT, True,
             )  # fmt: skip
-            for _ in range(1, total):
-                i0 = gl.where(i0 == i_first, i_last, i0 - BLOCK_M)
-                it += 1
-                dk, dv = step(
-                    dk, dv, it, i0, j0, end, open_from, open_to, steps, do, k, v, ds, sums, own, qk_scale, cap, W,
-                    BLOCK_M, BLOCK_N, STAGES, COLS, LEFT, RIGHT, False,
-                )  # fmt: skip
+            heads = z.group - 1  # of the last tile of queries one is done
+            for _ in range(n):
+                for _ in range(heads):
+                    it += 1
+                    dk, dv = step(
+                        dk, dv, it, i0, j0, end, open_from, open_to, steps, do, k, v, ds, sums, own, qk_scale, cap, W,
+                        BLOCK_M, BLOCK_N, STAGES, COLS, LEFT, RIGHT, False,
+                    )  # fmt: skip
+                heads = z.group
+                i0 -= BLOCK_M
         row = j0 + W * ROWS
         store_rows(dv_desc, v_w, stage, dv, b, kv, row, start[1], own.len_k, to_v, DV)
-        if total > 0:
+        if n > 0:
             named_barrier("sync", CROSSED + 2 * (it & 1) + W, 256)
             dq = warpgroup_mma_wait(0, deps=[start_dq(ds, k, it, W, BLOCK_M, BLOCK_N, COLS)])
             stage_dq(dq, sums, it, W)

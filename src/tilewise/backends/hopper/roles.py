@@ -73,18 +73,18 @@ def owner_of_values(
     while t < n_tiles:
         tile, b, kv, end, last, n, own, start = work(t, z, n_n, lengths, ragged, BLOCK_M, BLOCK_N, LEFT, RIGHT)
         j0 = tile * BLOCK_N
-        i_last, i_first = last * BLOCK_M, (last + 1 - n) * BLOCK_M
         open_from, open_to = unmasked(j0, end, own.len_q, own.low, own.high, BLOCK_N, LEFT, RIGHT)
         dv = gl.zeros([ROWS, COLS], gl.float32, wgmma_layout(COLS))
         await_full(k, done - 1, 1)
-        i0 = i_last
-        for _ in range(n * z.group):
-            dv = step_of_values(
-                dv, it, i0, j0, end, open_from, open_to, steps, do, k, crossing, own, qk_scale, cap, STAGES, LEFT,
-                RIGHT,
-            )  # fmt: skip
-            i0 = gl.where(i0 == i_first, i_last, i0 - BLOCK_M)
-            it += 1
+        i0 = last * BLOCK_M
+        for _ in range(n):
+            for _ in range(z.group):
+                dv = step_of_values(
+                    dv, it, i0, j0, end, open_from, open_to, steps, do, k, crossing, own, qk_scale, cap, STAGES, LEFT,
+                    RIGHT,
+                )  # fmt: skip
+                it += 1
+            i0 -= BLOCK_M
         named_barrier("arrive", FREE + 1, 256)
         await_full(v, done - 1, 1)
         named_barrier("sync", FREE, 256)
