@@ -293,6 +293,20 @@ def test_what_is_masked_changes_no_bit(bad, kind):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_a_bias_hides_changes_no_bit_of_tiles_in_pieces(dtype, tiles):
+    """Beside a bias masked tiles are taken in pieces, and sums in other pieces are rounded otherwise."""
+    tiles(32, 64)
+    q, k, v = qkv(1, 1, 40, 150, dtype=dtype)
+    unseen = torch.tensor([7, 140])
+    bias = torch.randn(1, 1, 40, 150).index_fill(3, unseen, -float("inf")).to(dtype)
+    clean = run(q, k, v, bias=bias)
+    k2, v2 = k.index_fill(2, unseen, float("nan")), v.index_fill(2, unseen, float("inf"))
+    for a, b in zip(clean, run(q, k2, v2, bias=bias), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_a_key_seen_by_some_rows_poisons_only_these(which):
     q, k, v = qkv(1, 1, 40, 40)

@@ -40,7 +40,7 @@ def careful_kernel(
                         dos, None, None, dqs, stats, first_q, first_k, own_q, own_k, n_q, heads, group, scale, qk_scale,
                         cap, None, (0, 0, 0, 0), None, (0, 0, 0, 0), None, (0, 0), None, None, None, None, 0, 1.0, None,
                         (0, 0, 0), m, KEEP, REACH_K, D, DV, 64, 64, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, False,
-                        "ieee", True,
+                        "ieee", False, True,
                     )  # fmt: skip
                 else:
                     pair = (at - total_q) // n_k

@@ -21,6 +21,7 @@ from .primitives import (
     NATURAL,
     add_to_row,
     any_odd,
+    at_once,
     cleaned,
     distance,
     dot,
@@ -283,6 +284,8 @@ def dkdv_tile(
     """
     NEED_DK: tl.constexpr = dk is not None
     NEED_DV: tl.constexpr = dv is not None
+    EDGE: tl.constexpr = edge(BLOCK_M, bias, 16)
+    AT_ONCE: tl.constexpr = EVEN or at_once(CAREFUL, EDGE, BLOCK_M)
     j0 = tile * BLOCK_N
     k_base, v_base = head_base(k, ks, b, kv_head, first_k), head_base(v, vs, b, kv_head, first_k)
     k_tile = load_tile(k_base, j0, len_k, ks, BLOCK_N, D, BLOCK_D, not EVEN, WIDE)
@@ -304,19 +307,19 @@ def dkdv_tile(
             b, h, tile, j0, len_k, len_q, len_q, len_k, lists, list_strides, m, REACH, BLOCK_N, BLOCK_M,
             bias is not None,
         )  # fmt: skip
-        if not (CAREFUL or EVEN):
+        if not AT_ONCE:
             acc_k, acc_v, odd = add_rows(
                 acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
                 0, n_full, lists, where, n_full, full, first, len_q, len_k,
                 qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, False,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, CAREFUL, CAREFUL, CAREFUL,
                 NEED_DK, NEED_DV, PAIRED,
             )  # fmt: skip
         acc_k, acc_v, odd = add_rows(
             acc_k, acc_v, odd, k_tile, v_tile, q_base, do_base, qs, dos, lse, low, delta, at, b, h, bh, j0,
-            0 if CAREFUL or EVEN else n_full, n_all, lists, where, n_full, full, first, len_q, len_k,
+            0 if AT_ONCE else n_full, n_all, lists, where, n_full, full, first, len_q, len_k,
             qk_scale, cap, bias_base, bias_strides, slope, rng, threshold, survivor_weight, m, KEEP, D, DV, BLOCK_M,
-            edge(BLOCK_M, bias, 16), BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+            EDGE, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
             not EVEN, CAREFUL, NEED_DK, NEED_DV, PAIRED,
         )  # fmt: skip
     found = 0
@@ -514,23 +517,25 @@ def dq_tile(
         )  # fmt: skip
     if dq is None and dbias is None and dalibi is None:
         return 0
-    edge_first = first if CAREFUL or EVEN else first_masked(n_full, n_all, lists, where, first)
+    EDGE: tl.constexpr = edge(BLOCK_N, bias, 32)
+    AT_ONCE: tl.constexpr = EVEN or at_once(CAREFUL, EDGE, BLOCK_N)
+    edge_first = first if AT_ONCE else first_masked(n_full, n_all, lists, where, first)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     da = tl.zeros([BLOCK_M], tl.float32)
     odd = 0
-    if not (CAREFUL or EVEN):
+    if not AT_ONCE:
         acc, da, odd = add_cols(
             acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
             0, n_full, lists, where, n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, dbias,
             dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D, DV, BLOCK_N, BLOCK_M,
-            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False, False, dq is not None,
-            dalibi is not None,
+            BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, CAREFUL, CAREFUL, CAREFUL,
+            dq is not None, dalibi is not None,
         )  # fmt: skip
     acc, da, odd = add_cols(
         acc, da, odd, q_tile, do_tile, k_base, v_base, ks, vs, row_lse, row_low, row_delta, b, h, bh, i0,
-        0 if CAREFUL or EVEN else n_full, n_all, lists, where, n_full, full, edge_first, len_q, len_k, qk_scale, cap,
+        0 if AT_ONCE else n_full, n_all, lists, where, n_full, full, edge_first, len_q, len_k, qk_scale, cap,
         bias, bias_strides, dbias, dbias_strides, slope, rng, threshold, survivor_weight, m, low is not None, KEEP, D,
-        DV, BLOCK_N, BLOCK_M, edge(BLOCK_N, bias, 32), BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
+        DV, BLOCK_N, BLOCK_M, EDGE, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True,
         not EVEN, CAREFUL, dq is not None, dalibi is not None,
     )  # fmt: skip
     inside = i0 + tl.arange(0, BLOCK_M) < len_q

@@ -26,6 +26,7 @@ from .primitives import (
     NATURAL,
     add_to_row,
     any_odd,
+    at_once,
     cleaned,
     dot,
     edge,
@@ -157,16 +158,17 @@ def forward_tile(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     odd = 0
-    if not CAREFUL:
+    # Beside several changes of the scores ptxas would serialise wgmma.
+    EDGE: tl.constexpr = edge(BLOCK_N, None if SOFTCAP or rng is not None else bias, 32)
+    AT_ONCE: tl.constexpr = at_once(CAREFUL, EDGE, BLOCK_N)
+    if not AT_ONCE:
         m_i, l_i, acc, odd = fold(
             m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, 0, n_full, lists, where, n_full, full,
             first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D, DV, BLOCK_N,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, False, False,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, CAREFUL, CAREFUL,
         )  # fmt: skip
-    # Beside several changes of the scores ptxas would serialise wgmma.
-    EDGE: tl.constexpr = edge(BLOCK_N, None if SOFTCAP or rng is not None else bias, 32)
     m_i, l_i, acc, odd = fold(
-        m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, 0 if CAREFUL else n_full, n_all, lists,
+        m_i, l_i, acc, odd, q_tile, k_base, v_base, ks, vs, b, h, bh, i0, 0 if AT_ONCE else n_full, n_all, lists,
         where, n_full, full, first, len_q, len_k, qk_scale, cap, bias, bias_strides, slope, rng, threshold, m, KEEP, D,
         DV, BLOCK_N, BLOCK_M, EDGE, BLOCK_D, BLOCK_DV, UNIT, SOFTCAP, WIDE, UPCAST, PRECISION, True, CAREFUL,
     )  # fmt: skip

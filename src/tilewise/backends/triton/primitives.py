@@ -208,6 +208,13 @@ def edge(block, bias, most):
     return block if bias is None else min(block, most)
 
 
+@triton.constexpr_function
+def at_once(careful, edge, block):
+    """Whether one loop is for full and masked tiles alike: what is done again with care is summed in the pieces of the
+    first time, so that the bits are the same."""
+    return careful and edge == block
+
+
 @triton.jit
 def visited16(t, lists, where, n_full, full, first, BLOCK: tl.constexpr):
     """First position of the t-th group of 16 of the tiles to visit."""
