@@ -225,8 +225,8 @@ LISTED = {
 
 
 @pytest.mark.parametrize("name", LISTED)
-@pytest.mark.parametrize("column", [False, True])
-def test_lists_are_the_tile_map(name, column):
+@pytest.mark.parametrize("sides", ["rows", "columns", "columns beside rows"])
+def test_lists_are_the_tile_map(name, sides):
     """The numbers of the full and of the partial tiles, in order; those that reach past the end count as partial."""
     from tilewise.backends.triton.launch import Problem
     from tilewise.backends.triton.repeat import Work
@@ -236,7 +236,9 @@ def test_lists_are_the_tile_map(name, column):
 
     mask, n, cfg = LISTED[name], 400, config.Config(32, 16, 4, 1)
     q = torch.zeros(2, 3, n, 8)
-    lists, strides = Problem(Request(q, q, q, 1.0, mask)).lists(Work(), cfg, column)
+    wanted = {"rows": (cfg, None), "columns": (None, cfg)}.get(sides, (config.Config(16, 64, 4, 1), cfg))
+    column = sides != "rows"
+    lists, strides = Problem(Request(q, q, q, 1.0, mask)).lists(Work(), *wanted)[column]
     assert lists is not None
     table = tile_map(mask, Grid(2, 3, n, n, cfg.block_m, cfg.block_n, q.device)).table.clone()
     table[..., n // cfg.block_m, :].clamp_(max=1)

@@ -41,6 +41,7 @@ from .columns import (
     Steps,
     columns,
     fence_proxy,
+    next_head,
     probabilities,
     publish,
     seen,
@@ -323,16 +324,14 @@ def consumer(
                 dk, dv, it, i0, j0, end, open_from, open_to, steps, do, k, v, ds, sums, own, qk_scale, cap, W, BLOCK_M,
                 BLOCK_N, STAGES, COLS, LEFT, RIGHT, True,
             )  # fmt: skip
-            heads = z.group - 1  # of the last tile of queries one is done
-            for _ in range(n):
-                for _ in range(heads):
-                    it += 1
-                    dk, dv = step(
-                        dk, dv, it, i0, j0, end, open_from, open_to, steps, do, k, v, ds, sums, own, qk_scale, cap, W,
-                        BLOCK_M, BLOCK_N, STAGES, COLS, LEFT, RIGHT, False,
-                    )  # fmt: skip
-                heads = z.group
-                i0 -= BLOCK_M
+            head = gl.to_tensor(1)
+            for _ in range(1, n * z.group):
+                it += 1
+                i0, head = next_head(i0, head, z, BLOCK_M)
+                dk, dv = step(
+                    dk, dv, it, i0, j0, end, open_from, open_to, steps, do, k, v, ds, sums, own, qk_scale, cap, W,
+                    BLOCK_M, BLOCK_N, STAGES, COLS, LEFT, RIGHT, False,
+                )  # fmt: skip
         row = j0 + W * ROWS
         store_rows(dv_desc, v_w, stage, dv, b, kv, row, start[1], own.len_k, to_v, DV)
         if n > 0:

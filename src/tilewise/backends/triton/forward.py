@@ -30,6 +30,7 @@ from .primitives import (
     cleaned,
     dot,
     edge,
+    exp_natural,
     exp_scores,
     exp_unit,
     flagged,
@@ -89,7 +90,10 @@ def fold(
         m_new = tl.maximum(m_i, top)
         base = tl.where(m_new == -INF, 0.0, m_new)  # finite pivot: a row without keys would give -inf - (-inf)
         alpha = exp_unit(m_i - base, UNIT)
-        p = exp_scores(s, base[:, None], qk_scale, UNIT)
+        if UNIT == NATURAL and q.dtype != tl.float32:
+            p = exp_natural(s, base)
+        else:
+            p = exp_scores(s, base[:, None], qk_scale, UNIT)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if rng is not None:  # the denominator is that of all keys
@@ -192,12 +196,13 @@ def forward_tile(
         acc = acc * alpha[:, None]
         m_i = m_new
     none = l_i == 0
-    pivot = tl.where(m_i == -INF, 0.0, m_i) * to_natural
+    pivot = tl.where(m_i == -INF, 0.0, m_i)
     log_l = tl.log(tl.where(none, 1.0, l_i))
-    row_lse = tl.where(none, -INF, pivot + log_l)
+    # Of two products that are added the compiler fuses one or none, in the careful kernel maybe another: so it is said.
+    row_lse = tl.where(none, -INF, tl.fma(pivot, tl.full(pivot.shape, to_natural, tl.float32), log_l))
     tl.store(lse + at, row_lse, mask=inside)
     if low is not None:
-        rest = log_l - (row_lse - pivot)
+        rest = log_l - (row_lse - pivot * to_natural)
         fine = (tl.abs(row_lse) < INF) & (tl.abs(rest) < INF)
         tl.store(low + at, tl.where(fine, rest, 0.0), mask=inside)
     weight = survivor_weight / tl.where(none, 1.0, l_i)
@@ -293,7 +298,7 @@ def _forward(r: Request, work: Work) -> Output:
         return o
     cfg = p.config(FORWARD)
     tiles = -(-r.len_q // cfg.block_m)
-    lists, list_strides = p.lists(work, cfg)
+    (lists, list_strides), _ = p.lists(work, cfg, None)
     odd = work.made(torch.empty(pairs * tiles, dtype=torch.int8, device=r.device)) if p.hides else None
     args = (
         r.q, r.k, r.v, out, lse, low, top, odd, p.strides(r.q), p.strides(r.k), p.strides(r.v), p.strides(out),

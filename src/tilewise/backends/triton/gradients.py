@@ -71,6 +71,7 @@ class _Backward:
         self.lists_k: Lists = NO_LISTS
         self.stats = self.p.stat_strides(self.lse)
         self.of_dq: Config = self.p.config(DQ)  # how the tiles of dQ are cut
+        self.of_dkdv: Config = self.p.config(DKDV)
 
     def run(self) -> Buffers:
         r, needs = self.r, self.needs
@@ -79,10 +80,15 @@ class _Backward:
         shared: Tensor | None = None
         both = self._together()
         if r.batch * r.heads and r.len_q and needs:
+            rows = self.dq is not None or self.dbias is not None or "alibi" in needs
+            cols = bool(needs & {"k", "v"}) and r.len_k > 0
+            self.lists_q, self.lists_k = self.p.lists(
+                self.work, self.of_dq if rows else None, self.of_dkdv if cols else None
+            )
             self._dq(None if both else self.dq)
             if both:
                 shared = self._dq_dbias(both)
-            if needs & {"k", "v"} and r.len_k:
+            if cols:
                 self._dkdv()
             if self.odd_q is not None or self.odd_k is not None:
                 self._careful()
@@ -165,9 +171,6 @@ class _Backward:
         tiles, pairs = -(-r.len_q // cfg.block_m), r.batch * r.heads
         self.dalibi = self._partial(tiles) if "alibi" in self.needs else None
         self.dsinks = self._partial(tiles) if "sinks" in self.needs else None
-        wanted = dq is not None or self.dalibi is not None or self.dbias is not None
-        if wanted:
-            self.lists_q = p.lists(self.work, cfg)
         self.odd_q = self._flags(tiles * pairs) if dq is not None else None
         dlse = self.dlse
         dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride()) if p.ragged else dlse.stride()
@@ -225,9 +228,8 @@ class _Backward:
 
     def _dkdv(self) -> None:
         r, p = self.r, self.p
-        cfg = p.config(DKDV)
+        cfg = self.of_dkdv
         tiles, pairs = -(-r.len_k // cfg.block_n), r.batch * r.kv_heads
-        self.lists_k = p.lists(self.work, cfg, column=True)
         self.odd_k = self._flags(tiles * pairs)
         scale, qk_scale, cap, bias, bias_strides, _, _, *alibi = self._changes()
         args = (
@@ -244,7 +246,7 @@ class _Backward:
 
     def _careful(self) -> None:
         r, p = self.r, self.p
-        dq, dkdv = self.of_dq, p.config(DKDV)
+        dq, dkdv = self.of_dq, self.of_dkdv
         totals = tuple(0 if x is None else x.numel() for x in (self.odd_q, self.odd_k))
         args = (
             *self._inputs(), self.delta, self.dq, self.dk, self.dv, self.odd_q, self.odd_k, *self._input_strides(),

@@ -43,7 +43,6 @@ class Problem:
         self.half = r.dtype != torch.float32
         self.precision = precision(r)
         self.unit = self._unit()
-        self._tables: tuple[Any, ...] | None = None
         self.block_d, self.block_dv = config.bucket(r.dim), config.bucket(r.dim_v)
         self.by_head = r.bias is not None and r.bias.shape[0] == 1  # neighbours read the same bias
         self.upcast = self.gpu == config.INTERPRETER and r.dtype == torch.bfloat16
@@ -144,18 +143,13 @@ class Problem:
         cheap = self.mask.verdict is not None and not self.mask.by_pair and r.bias is None and not self.ragged
         return cfg.one_loop and cheap and r.len_q % cfg.block_m == 0 and r.len_k % cfg.block_n == 0
 
-    def lists(self, work: Work, cfg: Config, column: bool = False) -> Lists:
-        """Tiles to visit for each tile of queries (``column``: of keys)."""
-        if self.mask.verdict is None:
-            return NO_LISTS
-        if self._tables is None:
-            self._tables = self._documents(work)
-        return tile_lists(work, self.r, self.mask, self.mask_args + self._tables, cfg, column)
-
-    def _documents(self, work: Work) -> tuple[Any, ...]:
-        """The tables that the verdict reads, those of a pass."""
+    def lists(self, work: Work, rows: Config | None, cols: Config | None) -> tuple[Lists, Lists]:
+        """Tiles to visit for each tile of queries as ``rows`` cuts them, and of keys as ``cols`` does."""
+        if self.mask.verdict is None or (rows is None and cols is None):
+            return NO_LISTS, NO_LISTS
         args = self.mask_args
-        return tuple(x for at in self.mask.documents for x in extremes(work, args[at : at + 6], self.r))
+        tables = tuple(x for at in self.mask.documents for x in extremes(work, args[at : at + 6], self.r))
+        return tile_lists(work, self.r, self.mask, args + tables, rows, cols)
 
 
 def follows(r: Request) -> bool:
@@ -190,30 +184,44 @@ def broadcast_strides(x: Tensor) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
-def tile_lists(work: Work, r: Request, mask: Lowered, args: tuple, cfg: Config, column: bool) -> Lists:
+def tile_lists(
+    work: Work, r: Request, mask: Lowered, args: tuple, rows: Config | None, cols: Config | None
+) -> tuple[Lists, Lists]:
     """``lists.py``, launched."""
-    rows, cols = -(-r.len_q // cfg.block_m), -(-r.len_k // cfg.block_n)
     nb = r.batch if mask.by_batch or r.ragged is not None else 1
     nh = r.heads if mask.by_head else 1
-    n, others = (rows, cols) if column else (cols, rows)
-    pitch = -(-(n + 2) // 16) * 16  # strides that are multiples of 16, whatever n: Triton compiles for that property
-    lists = work.made(torch.empty(nb, nh, others, pitch, dtype=torch.int32, device=r.device))
     cu_q, cu_k = (None, None) if r.ragged is None else (r.ragged.cu_q, r.ragged.cu_k)
-    sizes = (cu_q, cu_k, r.len_q, r.len_k, rows, cols, nh)
+    sizes = (cu_q, cu_k, r.len_q, r.len_k)
     table, verdict = None, mask.verdict
-    if mask.by_pair and lists.numel() and n:
-        table = work.made(torch.empty(nb, nh, rows, cols, dtype=torch.int8, device=r.device))
+    sides: list[tuple[Tensor, Tensor | None, Config]] = []
+    for cfg, column in ((rows, False), (cols, True)):
+        if cfg is None:
+            continue
+        shape = -(-r.len_q // cfg.block_m), -(-r.len_k // cfg.block_n)
+        others, n = shape[::-1] if column else shape
+        # Strides are multiples of 16, whatever n: Triton compiles for that property.
+        pitch = -(-(n + 2) // 16) * 16
+        lists = work.made(torch.empty(nb, nh, others, pitch, dtype=torch.int32, device=r.device))
+        if mask.by_pair and lists.numel() and n:
+            table = work.made(torch.empty(nb, nh, *shape, dtype=torch.int8, device=r.device))
+            work.launch(
+                classify_kernel, table.numel(), (table, *sizes, *shape, nh), (args,), VERDICT=mask.verdict,
+                BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, PDL=follows(r),
+            )  # fmt: skip
+            verdict = None  # the table says it: one list kernel for all such masks
+        sides.append((lists, table, cfg))
+    (lists, table, cfg), (more, more_table, other) = sides[0], sides[1] if len(sides) == 2 else (None, None, None)
+    programs = [nb * nh * x.shape[2] for x, _, _ in sides]
+    if sum(programs):
+        pitches = lists.stride(2), 0 if more is None else more.stride(2)
         work.launch(
-            classify_kernel, table.numel(), (table, *sizes), (args,), VERDICT=verdict, BLOCK_M=cfg.block_m,
-            BLOCK_N=cfg.block_n, PDL=follows(r),
+            list_kernel, sum(programs), (lists, more, table, more_table, *sizes, nh, *pitches, programs[0]),
+            (() if verdict is None else args,), VERDICT=verdict, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n,
+            COLUMN=rows is None, MORE_M=other and other.block_m, MORE_N=other and other.block_n,
+            CHUNK=16 if config.interpreting() else 512, PDL=follows(r),
         )  # fmt: skip
-        verdict, args = None, ()  # the table says it: one list kernel for all such masks
-    if others:
-        work.launch(
-            list_kernel, nb * nh * others, (lists, table, *sizes, pitch), (args,), VERDICT=verdict, BLOCK_M=cfg.block_m,
-            BLOCK_N=cfg.block_n, COLUMN=column, CHUNK=16 if config.interpreting() else 512, PDL=follows(r),
-        )  # fmt: skip
-    return lists, (lists.stride(0) if nb > 1 else 0, lists.stride(1) if nh > 1 else 0, lists.stride(2))
+    found = [(x, (x.stride(0) if nb > 1 else 0, x.stride(1) if nh > 1 else 0, x.stride(2))) for x, _, _ in sides]
+    return (found[0] if rows else NO_LISTS), (found[-1] if cols else NO_LISTS)
 
 
 def extremes(work: Work, ids: tuple, r: Request) -> tuple[Any, ...]:

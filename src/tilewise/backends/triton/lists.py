@@ -1,6 +1,6 @@
 """Lists of the tiles to visit, made on the device: nothing waits for the host and memory is O(tiles).
 
-``list_kernel`` turns each row of tiles (or column) into
+``list_kernel`` turns each row of tiles (or column, or both) into
 
     n_full, n_partial, numbers of the full tiles ..., numbers of the partial tiles ...
 
@@ -123,16 +123,14 @@ def verdicts(
         return tl.load(table + r * cols + c, mask=(r * BLOCK_M < len_q) & (c * BLOCK_N < len_k), other=0).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["len_q", "len_k", "rows", "cols", "heads", "pitch"])
-def list_kernel(
-    lists, table, cu_q, cu_k, len_q, len_k, rows, cols, heads, pitch, m, VERDICT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMN: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+@triton.jit
+def write_list(
+    pid, lists, table, cu_q, cu_k, len_q, len_k, heads, pitch, m, VERDICT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, COLUMN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """lists (b, h, rows or with COLUMN cols, pitch). One program a list; tiles are judged, all but the first CHUNK of
-    them twice, and never stored."""
-    follow(PDL)
-    pid = tl.program_id(0)
+    """A list of (b, h, rows or with COLUMN cols, pitch); tiles are judged, all but the first CHUNK of them twice, and
+    never stored."""
+    rows, cols = tl.cdiv(len_q, BLOCK_M), tl.cdiv(len_k, BLOCK_N)
     others = cols if COLUMN else rows
     own, bh = pid % others, pid // others
     b, h = bh // heads, bh % heads
@@ -165,3 +163,24 @@ def list_kernel(
         partial += tl.sum(is_partial, 0)
     tl.store(to, n_full)
     tl.store(to + 1, partial)
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "heads", "pitch", "more_pitch", "programs"])
+def list_kernel(
+    lists, more, table, more_table, cu_q, cu_k, len_q, len_k, heads, pitch, more_pitch, programs, m,
+    VERDICT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMN: tl.constexpr, MORE_M: tl.constexpr,
+    MORE_N: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a list: of rows or with COLUMN of columns. Then those in more, if there are any, of columns: a
+    backward wants both, and one launch of many short programs takes no longer than one of few."""
+    follow(PDL)
+    pid = tl.program_id(0)
+    if pid < programs:
+        write_list(
+            pid, lists, table, cu_q, cu_k, len_q, len_k, heads, pitch, m, VERDICT, BLOCK_M, BLOCK_N, COLUMN, CHUNK
+        )  # fmt: skip
+    elif more is not None:
+        write_list(
+            pid - programs, more, more_table, cu_q, cu_k, len_q, len_k, heads, more_pitch, m, VERDICT, MORE_M, MORE_N,
+            True, CHUNK,
+        )  # fmt: skip

@@ -391,6 +391,15 @@ def exp_scores(s, m, qk_scale, UNIT: tl.constexpr):
 
 
 @triton.jit
+def exp_natural(s, m):
+    """exp(s - m) of scores in natural units and a number for each row, in a multiply-add instead of a difference and a
+    product. That rounds m: as much as s is rounded, too much for fp32. Where m times log2(e) is infinite, scores differ
+    by nothing or by so much that any factor will do."""
+    factor = tl.where(tl.abs(m) > 1e37, 0.5, LOG2E)
+    return tl.exp2(s * factor[:, None] - (m * factor)[:, None])
+
+
+@triton.jit
 def exp_unit(x, UNIT: tl.constexpr):
     """exp of a difference of scaled scores, each row's own."""
     if UNIT == NATURAL:
