@@ -41,7 +41,6 @@ from .columns import (
     Steps,
     columns,
     fence_proxy,
-    next_head,
     probabilities,
     publish,
     seen,
@@ -319,15 +318,13 @@ def consumer(
         await_full(k, done - 1, 1)
         await_full(v, done - 1, 1)
         if n > 0:
-            i0 = last * BLOCK_M
             dk, dv = step(
-                dk, dv, it, i0, j0, end, open_from, open_to, steps, do, k, v, ds, sums, own, qk_scale, cap, W, BLOCK_M,
+                dk, dv, it, last * BLOCK_M, j0, end, open_from, open_to, steps, do, k, v, ds, sums, own, qk_scale, cap, W, BLOCK_M,
                 BLOCK_N, STAGES, COLS, LEFT, RIGHT, True,
             )  # fmt: skip
-            head = gl.to_tensor(1)
-            for _ in range(1, n * z.group):
+            for x in range(1, n * z.group):
                 it += 1
-                i0, head = next_head(i0, head, z, BLOCK_M)
+                i0 = (last - x // z.group) * BLOCK_M
                 dk, dv = step(
                     dk, dv, it, i0, j0, end, open_from, open_to, steps, do, k, v, ds, sums, own, qk_scale, cap, W,
                     BLOCK_M, BLOCK_N, STAGES, COLS, LEFT, RIGHT, False,

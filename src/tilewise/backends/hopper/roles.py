@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
-from .columns import next_head, probabilities, unmasked, work
+from .columns import probabilities, unmasked, work
 from .pipeline import (
     ROWS,
     await_full,
@@ -76,15 +76,13 @@ def owner_of_values(
         open_from, open_to = unmasked(j0, end, own.len_q, own.low, own.high, BLOCK_N, LEFT, RIGHT)
         dv = gl.zeros([ROWS, COLS], gl.float32, wgmma_layout(COLS))
         await_full(k, done - 1, 1)
-        i0 = last * BLOCK_M
-        head = gl.to_tensor(1)
-        for _ in range(n * z.group):
+        for x in range(n * z.group):
+            i0 = (last - x // z.group) * BLOCK_M
             dv = step_of_values(
                 dv, it, i0, j0, end, open_from, open_to, steps, do, k, crossing, own, qk_scale, cap, STAGES, LEFT,
                 RIGHT,
             )  # fmt: skip
             it += 1
-            i0, head = next_head(i0, head, z, BLOCK_M)
         named_barrier("arrive", FREE + 1, 256)
         await_full(v, done - 1, 1)
         named_barrier("sync", FREE, 256)
