@@ -37,6 +37,7 @@ from tilewise.testing import judge, problems
 SECTIONS = ("speed", "proof")
 DTYPES = ("float16", "bfloat16", "float32")
 SPEED_SHARE = 0.45  # of the budget, at most
+PROOF_LIMIT = 300.0  # seconds of one job: some families of random requests compile for half of it
 
 Record = dict[str, Any]
 
@@ -142,7 +143,7 @@ class Run:
         self.proving, left = time.monotonic(), list(checks)
         every = [*(("suite", job) for job in checks), *(("judge", job) for job in jobs)]
         work = partial(proved, backend=self.record["backend"])
-        for d in crew(work, every, self.workers, self.start + self.budget):
+        for d in crew(work, every, self.workers, self.start + self.budget, PROOF_LIMIT):
             kind, job = d.job
             if d.error != CUT and kind == "suite":
                 left.remove(job)

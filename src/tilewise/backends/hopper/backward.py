@@ -319,8 +319,8 @@ def consumer(
         await_full(v, done - 1, 1)
         if n > 0:
             dk, dv = step(
-                dk, dv, it, last * BLOCK_M, j0, end, open_from, open_to, steps, do, k, v, ds, sums, own, qk_scale, cap, W, BLOCK_M,
-                BLOCK_N, STAGES, COLS, LEFT, RIGHT, True,
+                dk, dv, it, last * BLOCK_M, j0, end, open_from, open_to, steps, do, k, v, ds, sums, own, qk_scale, cap,
+                W, BLOCK_M, BLOCK_N, STAGES, COLS, LEFT, RIGHT, True,
             )  # fmt: skip
             for x in range(1, n * z.group):
                 it += 1
