@@ -385,12 +385,12 @@ def _all_near_zero(r: Request) -> bool:
 
 
 def _scores(
-    w: Block, tile: Tile, q: Tensor, k: Tensor, near: bool, scratch: _Scratch
+    w: Block, tile: Tile, q: Tensor, k: Tensor, near: bool, scratch: _Scratch, finite: bool = False
 ) -> tuple[Tensor, Keep | None, Tensor | None]:
     """A tile of scores (n, k, group * m); what makes the mask of what is kept, None for all; tanh of the softcap.
 
     q (n, group * m, D) comes scaled, k is (n, k, D). What is masked is -inf, unless the scores are ``near`` 0:
-    ``_exp_`` takes it out then.
+    ``_exp_`` takes it out then. finite: q and k are known to be, and need no mask where the bias is -inf.
     """
     r, tanh = w.r, None
     if r.softcap is None:
@@ -405,7 +405,7 @@ def _scores(
     bias = r.bias_tile(w.patch(tile)) if r.bias is not None or r.alibi is not None else None
     if bias is not None:
         by_head.add_(w.split(bias))
-        if not float(bias.amin()) > NEG_INF:  # -inf excludes as False does: not even a NaN shines through
+        if not (finite or float(bias.amin()) > NEG_INF):  # -inf excludes as False does: not even a NaN shines through
             allowed = bias != NEG_INF
             by_head.masked_fill_(w.split(~allowed), NEG_INF)
             keep = partial(_both, allowed, keep)
@@ -638,7 +638,7 @@ def _backward_tile(
     ``clean``: nothing in x and y is NaN or infinite, and so what is masked is 0 by itself.
     """
     r = w.r
-    s, keep, tanh = _scores(w, tile, x.q1, y.k1, near, scratch)
+    s, keep, tanh = _scores(w, tile, x.q1, y.k1, near, scratch, clean)
     if x.lse is not None:
         s.sub_(x.lse[:, None])
     p = _exp_(w, tile, s, keep, near, scratch)
